@@ -1,0 +1,1 @@
+"""graphattn: attention restricted to the edges of a graph."""

@@ -1,0 +1,1 @@
+"""Kernels: tensors in, tensors out. They know no Graph and no module."""
