@@ -529,8 +529,8 @@ def _simple(edge_index: Tensor, num_keys: int, num_queries: int) -> SparseGraph:
 
 
 # Graphs of edge_index tensors: tensor -> (its version then, {(size, backwards): graph}). The keys are weak
-# and a graph is a copy, so nothing here keeps a tensor alive. No lock, which a fork could leave locked: a dict
-# operation is atomic, and two threads that want the same graph at worst both build it.
+# and a graph is a copy, so nothing here keeps a tensor alive. No lock, which a fork could leave locked: a
+# dict operation is atomic, and two threads that want the same graph at worst both build it.
 _built = WeakIdKeyDictionary()
 
 
