@@ -101,9 +101,11 @@ def test_both_bodies_of_the_sort_agree():
             graph_module._sorted_by_torch(edges((1, 2), wrong), 3, 3)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("num_keys", "num_queries"), [(3000, 3000), (70_000, 1), (257, 20_000_000)])
-def test_large_graphs_are_sorted_alike_on_one_and_two_threads(num_keys, num_queries, threads):
+@pytest.mark.parametrize(
+    ("num_keys", "num_queries", "threads"),
+    [(3000, 3000, 1), (3000, 3000, 2), (70_000, 1, 1), (257, 20_000_000, 2)],
+)
+def test_large_graphs_are_sorted_on_one_thread_or_two(num_keys, num_queries, threads):
     edge_index = random_edges(num_keys, num_queries, 300_000)
     edge_index[1, ::3] = num_queries // 2  # a hub
     size = (num_keys, num_queries)
