@@ -155,7 +155,7 @@ class TransformerConv(pyg.TransformerConv):
         for end, name, width in zip(ends, ("source", "target"), widths, strict=True):
             if end is None:
                 raise TypeError(
-                    f"its own. Got None for the {name} nodes; in a stack of HeteroConv a node type is lost "
+                    f"`x` must hold the features of both ends, (x_src, x_dst): a target attends with a query of "
                     f"its own. Got None for the {name} nodes; in a stack of HeteroConv a node type is lost "
                     f"where no edge type of the layer before ends in it."
                 )
