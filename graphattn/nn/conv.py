@@ -113,39 +113,49 @@ class TransformerConv(pyg.TransformerConv):
         edge_attr = self._edge_features(edge_index, edge_attr, graph.num_edges)
 
         if self._builds_messages():
-            edges = graph.to_edge_index() if isinstance(edge_index, Graph) else edge_index
-            return super().forward(
-                (x_src, x_dst), edges, edge_attr, True if return_attention_weights else None
+            # int64: PyG's softmax has wrong gradients for int32 ids. A listing: PyG's layer refuses csc.
+            is_listing = isinstance(edge_index, Tensor) and edge_index.layout is torch.strided
+            edges = edge_index.long() if is_listing else graph.to_edge_index()
+            out, (_, alpha) = super().forward((x_src, x_dst), edges, edge_attr, return_attention_weights=True)
+        else:
+            heads_and_channels = (self.heads, self.out_channels)
+            query = self.lin_query(x_dst).unflatten(-1, heads_and_channels)
+            key = self.lin_key(x_src).unflatten(-1, heads_and_channels)
+            value = self.lin_value(x_src).unflatten(-1, heads_and_channels)
+            projection = None
+            if edge_attr is not None:
+                if self.lin_edge._forward_pre_hooks:  # they initialise a lazy weight, or prune one
+                    self.lin_edge(edge_attr[:0])
+                projection = self.lin_edge.weight.unflatten(0, heads_and_channels).transpose(1, 2)
+            dropout_p = self.dropout if self.training else 0.0
+            out = graph_attention(
+                query,
+                key,
+                value,
+                graph,
+                edge_attr=edge_attr,
+                edge_projection=projection,
+                dropout_p=dropout_p,
             )
-
-        heads_and_channels = (self.heads, self.out_channels)
-        query = self.lin_query(x_dst).unflatten(-1, heads_and_channels)
-        key = self.lin_key(x_src).unflatten(-1, heads_and_channels)
-        value = self.lin_value(x_src).unflatten(-1, heads_and_channels)
-        edges = {}
-        if edge_attr is not None:
-            if self.lin_edge._forward_pre_hooks:  # they initialise a lazy weight, or prune it
-                self.lin_edge(edge_attr[:0])
-            projection = self.lin_edge.weight.unflatten(0, heads_and_channels).transpose(1, 2)
-            edges = {"edge_attr": edge_attr, "edge_projection": projection}
-        dropout_p = self.dropout if self.training else 0.0
-        out = graph_attention(query, key, value, graph, dropout_p=dropout_p, **edges)
-
-        out = out.flatten(-2) if self.concat else out.mean(dim=-2)
-        if self.root_weight:
-            skip = self.lin_skip(x_dst)
-            if self.lin_beta is None:
-                out = out + skip
-            else:
-                gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
-                out = gate * skip + (1 - gate) * out
+            out = self._with_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
+            if return_attention_weights:
+                alpha = attention_weights(query, key, graph, edge_attr=edge_attr, edge_projection=projection)
 
         if not return_attention_weights:
             return out
-        alpha = attention_weights(query, key, graph, **edges)
         if isinstance(edge_index, SparseTensor):
             return out, edge_index.set_value(alpha, layout="coo")
         return out, (graph.to_edge_index() if isinstance(edge_index, Graph) else edge_index, alpha)
+
+    def _with_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
+        """`out` plus the skip connection, gated where `beta` is set."""
+        if not self.root_weight:
+            return out
+        skip = self.lin_skip(x_dst)
+        if self.lin_beta is None:
+            return out + skip
+        gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
+        return gate * skip + (1 - gate) * out
 
     def _endpoints(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The features of sources and targets, checked."""
@@ -155,9 +165,9 @@ class TransformerConv(pyg.TransformerConv):
         for end, name, width in zip(ends, ("source", "target"), widths, strict=True):
             if end is None:
                 raise TypeError(
-                    f"`x` must hold the features of both ends, (x_src, x_dst): a target attends with a query of "
-                    f"its own. Got None for the {name} nodes; in a stack of HeteroConv a node type is lost "
-                    f"where no edge type of the layer before ends in it."
+                    f"`x` must hold the features of both ends, (x_src, x_dst): a target attends with a query "
+                    f"of its own. Got None for the {name} nodes; in a stack of HeteroConv a node type is "
+                    f"lost where no edge type of the layer before ends in it."
                 )
             if not end.is_floating_point():
                 raise TypeError(f"`x` must be floating point, got {end.dtype} for the {name} nodes.")
