@@ -21,9 +21,9 @@ from torch_geometric.testing import assert_module
 from torch_geometric.utils import trim_to_layer
 
 import graphattn.nn.conv as conv_module
-from graphattn import accelerate
 from graphattn.graph import SparseGraph
 from graphattn.nn import TransformerConv
+from graphattn.nn.conv import accelerate
 
 # Parallel edges (2 -> 1 and 0 -> 1 twice), a loop at 3, a node without edges (5), a node that only sends (6).
 EDGES = torch.tensor([[0, 1, 2, 2, 3, 4, 6, 0, 0, 3, 1], [1, 0, 1, 1, 3, 0, 4, 4, 1, 2, 3]])
