@@ -93,7 +93,8 @@ class Graph:
             )
         G = networkx.MultiDiGraph()
         G.add_nodes_from(range(self.num_queries))
-        G.add_edges_from((j, i, e) for e, (j, i) in enumerate(self.to_edge_index().t().tolist()))
+        for e, (j, i) in enumerate(self.to_edge_index().t().tolist()):
+            G.add_edge(j, i, key=e)
         return G
 
     def __repr__(self) -> str:
@@ -350,9 +351,9 @@ def as_graph(
     """The graph that `x` stands for: a Graph, an `edge_index`, a sparse adjacency or a PyG `Data`.
 
     The graph of an `edge_index` tensor is kept as long as the tensor lives and handed out again while the
-    same tensor comes unmodified, with the same sizes and flow, so that layers sort the edges once. Writes that
-    autograd does not see (through `.data` or NumPy) are not noticed. Nothing is kept for inference tensors
-    and inside compiled code.
+    same tensor comes unmodified, with the same sizes and flow, so that layers sort the edges once. Writes
+    that autograd does not see (through `.data` or NumPy) are not noticed. Nothing is kept for inference
+    tensors and inside compiled code.
 
     Args:
         x: one of
@@ -527,9 +528,9 @@ def _simple(edge_index: Tensor, num_keys: int, num_queries: int) -> SparseGraph:
     )
 
 
-# Graphs of edge_index tensors: tensor -> (its version then, {(size, backwards): graph}). The keys are weak and
-# a graph is a copy, so nothing here keeps a tensor alive. No lock, which a fork could leave locked: a dict
-# operation is atomic, and two threads that want the same graph at worst both build it.
+# Graphs of edge_index tensors: tensor -> (its version then, {(size, backwards): graph}). The keys are weak
+# and a graph is a copy, so nothing here keeps a tensor alive. No lock, which a fork could leave locked: a
+# dict operation is atomic, and two threads that want the same graph at worst both build it.
 _built = WeakIdKeyDictionary()
 
 
