@@ -115,31 +115,24 @@ class TransformerConv(pyg.TransformerConv):
         if self._builds_messages():
             # int64: PyG's softmax has wrong gradients for int32 ids. A listing: PyG's layer refuses csc.
             is_listing = isinstance(edge_index, Tensor) and edge_index.layout is torch.strided
-            edges = edge_index.long() if is_listing else graph.to_edge_index()
-            out, (_, alpha) = super().forward((x_src, x_dst), edges, edge_attr, return_attention_weights=True)
+            listing = edge_index.long() if is_listing else graph.to_edge_index()
+            out, (_, alpha) = super().forward((x_src, x_dst), listing, edge_attr, True)
         else:
             heads_and_channels = (self.heads, self.out_channels)
             query = self.lin_query(x_dst).unflatten(-1, heads_and_channels)
             key = self.lin_key(x_src).unflatten(-1, heads_and_channels)
             value = self.lin_value(x_src).unflatten(-1, heads_and_channels)
-            projection = None
+            edges = {}
             if edge_attr is not None:
                 if self.lin_edge._forward_pre_hooks:  # they initialise a lazy weight, or prune one
                     self.lin_edge(edge_attr[:0])
                 projection = self.lin_edge.weight.unflatten(0, heads_and_channels).transpose(1, 2)
+                edges = {"edge_attr": edge_attr, "edge_projection": projection}
             dropout_p = self.dropout if self.training else 0.0
-            out = graph_attention(
-                query,
-                key,
-                value,
-                graph,
-                edge_attr=edge_attr,
-                edge_projection=projection,
-                dropout_p=dropout_p,
-            )
+            out = graph_attention(query, key, value, graph, dropout_p=dropout_p, **edges)
             out = self._with_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
             if return_attention_weights:
-                alpha = attention_weights(query, key, graph, edge_attr=edge_attr, edge_projection=projection)
+                alpha = attention_weights(query, key, graph, **edges)
 
         if not return_attention_weights:
             return out
@@ -180,17 +173,15 @@ class TransformerConv(pyg.TransformerConv):
 
     def _edge_features(self, edge_index: Any, edge_attr: Tensor | None, num_edges: int) -> Tensor | None:
         """The features `[E, edge_dim]` of the edges, from where they are stored, checked."""
-        stored = is_sparse(edge_index)
-        if stored and edge_attr is not None:
-            raise ValueError(
-                "A sparse adjacency must store the edge features as its values, got a separate `edge_attr` "
-                "whose order is unknown. Build the adjacency with it, or pass an `edge_index`."
-            )
-        if stored:
-            is_tensor = isinstance(edge_index, Tensor)
-            edge_attr = edge_index.values() if is_tensor else edge_index.storage.value()
-            if self.edge_dim is None and edge_attr is not None and edge_attr.dim() == 1:
-                return None  # plain edge weights, which this layer does not use
+        if is_sparse(edge_index):
+            if edge_attr is not None:
+                raise ValueError(
+                    "A sparse adjacency must store the edge features as its values, got a separate `edge_attr` "
+                    "whose order is unknown. Build the adjacency with it, or pass an `edge_index`."
+                )
+            if self.edge_dim is not None or edge_index.dim() > 2:
+                is_tensor = isinstance(edge_index, Tensor)
+                edge_attr = edge_index.values() if is_tensor else edge_index.storage.value()
         if self.edge_dim is None and edge_attr is None:
             return None
         if self.edge_dim is None:
