@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch_geometric import nn as pyg
 from torch_geometric.nn.aggr import SumAggregation
-from torch_geometric.typing import SparseTensor
+from torch_geometric.typing import SparseTensor  # pyright: ignore[reportAttributeAccessIssue]
 from torch_geometric.utils import is_sparse
 
 from graphattn.attention import attention_weights, graph_attention
 from graphattn.graph import Graph, as_graph
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+_STAGES = ("propagate", "message", "aggregate")
+_MESSAGE_HOOKS = [f"_{stage}_forward_{kind}" for stage in _STAGES for kind in ("pre_hooks", "hooks")]
+_MESSAGE_METHODS = {name: getattr(pyg.TransformerConv, name) for name in ("message", "aggregate", "update")}
 
 
 class TransformerConv(pyg.TransformerConv):
@@ -83,7 +86,13 @@ class TransformerConv(pyg.TransformerConv):
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
         )
 
-    def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):  # type: ignore[override]
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: Tensor | SparseTensor | Graph,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
         """Node features in, node features out.
 
         Args:
@@ -114,30 +123,32 @@ class TransformerConv(pyg.TransformerConv):
 
         if self._builds_messages():
             # int64: PyG's softmax has wrong gradients for int32 ids. A listing: PyG's layer refuses csc.
-            is_listing = isinstance(edge_index, Tensor) and edge_index.layout is torch.strided
-            listing = edge_index.long() if is_listing else graph.to_edge_index()
+            if isinstance(edge_index, Tensor) and edge_index.layout is torch.strided:
+                listing = edge_index.long()
+            else:
+                listing = graph.to_edge_index()
             out, (_, alpha) = super().forward((x_src, x_dst), listing, edge_attr, True)
         else:
-            heads_and_channels = (self.heads, self.out_channels)
-            query = self.lin_query(x_dst).unflatten(-1, heads_and_channels)
-            key = self.lin_key(x_src).unflatten(-1, heads_and_channels)
-            value = self.lin_value(x_src).unflatten(-1, heads_and_channels)
-            edges = {}
-            if edge_attr is not None:
+            H, C = self.heads, self.out_channels
+            query = self.lin_query(x_dst).view(-1, H, C)
+            key = self.lin_key(x_src).view(-1, H, C)
+            value = self.lin_value(x_src).view(-1, H, C)
+            edges: dict[str, Any] = {}
+            if self.lin_edge is not None and edge_attr is not None:
                 if self.lin_edge._forward_pre_hooks:  # they initialise a lazy weight, or prune one
                     self.lin_edge(edge_attr[:0])
-                projection = self.lin_edge.weight.unflatten(0, heads_and_channels).transpose(1, 2)
+                projection = self.lin_edge.weight.view(H, C, -1).transpose(1, 2)
                 edges = {"edge_attr": edge_attr, "edge_projection": projection}
             dropout_p = self.dropout if self.training else 0.0
-            out = graph_attention(query, key, value, graph, dropout_p=dropout_p, **edges)
-            out = self._with_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
+            out: Any = graph_attention(query, key, value, graph, dropout_p=dropout_p, **edges)
+            out = self._with_skip(out.view(-1, H * C) if self.concat else out.mean(dim=1), x_dst)
             if return_attention_weights:
                 alpha = attention_weights(query, key, graph, **edges)
 
         if not return_attention_weights:
             return out
         if isinstance(edge_index, SparseTensor):
-            return out, edge_index.set_value(alpha, layout="coo")
+            return out, edge_index.set_value(alpha, layout="coo")  # pyright: ignore[reportAttributeAccessIssue]
         return out, (graph.to_edge_index() if isinstance(edge_index, Graph) else edge_index, alpha)
 
     def _with_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
@@ -152,10 +163,10 @@ class TransformerConv(pyg.TransformerConv):
 
     def _endpoints(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The features of sources and targets, checked."""
-        ends = (x, x) if isinstance(x, Tensor) else tuple(x)
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         in_channels = self.in_channels
         widths = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
-        for end, name, width in zip(ends, ("source", "target"), widths, strict=True):
+        for end, name, width in zip((x_src, x_dst), ("source", "target"), widths):
             if end is None:
                 raise TypeError(
                     f"`x` must hold the features of both ends, (x_src, x_dst): a target attends with a query "
@@ -169,30 +180,31 @@ class TransformerConv(pyg.TransformerConv):
                     f"`x` must have shape [nodes, {'channels' if width < 0 else width}] for the {name} nodes "
                     f"with `in_channels={in_channels}`, got {list(end.shape)}."
                 )
-        return ends
+        return x_src, x_dst
 
     def _edge_features(self, edge_index: Any, edge_attr: Tensor | None, num_edges: int) -> Tensor | None:
         """The features `[E, edge_dim]` of the edges, from where they are stored, checked."""
         if is_sparse(edge_index):
             if edge_attr is not None:
                 raise ValueError(
-                    "A sparse adjacency must store the edge features as its values, got a separate `edge_attr` "
-                    "whose order is unknown. Build the adjacency with it, or pass an `edge_index`."
+                    "A sparse adjacency must store the edge features as its values, got a separate "
+                    "`edge_attr` of unknown order. Build the adjacency with it, or pass an `edge_index`."
                 )
+            # one number an edge is a weight, which this layer has no use for, unless edge_dim asks for it
             if self.edge_dim is not None or edge_index.dim() > 2:
                 is_tensor = isinstance(edge_index, Tensor)
                 edge_attr = edge_index.values() if is_tensor else edge_index.storage.value()
-        if self.edge_dim is None and edge_attr is None:
-            return None
+        if edge_attr is None:
+            if self.edge_dim is None:
+                return None
+            raise ValueError(
+                f"`edge_attr` of shape [{num_edges}, {self.edge_dim}] must be given for this layer "
+                f"(`edge_dim={self.edge_dim}`), got None."
+            )
         if self.edge_dim is None:
             raise ValueError(
                 f"`edge_attr` must be None for a layer without edge features, got {list(edge_attr.shape)}. "
                 f"Build the layer with `edge_dim={edge_attr.size(-1)}`."
-            )
-        if edge_attr is None:
-            raise ValueError(
-                f"`edge_attr` of shape [{num_edges}, {self.edge_dim}] must be given for this layer "
-                f"(`edge_dim={self.edge_dim}`), got None."
             )
         if edge_attr.dim() == 1 and self.edge_dim == 1:
             edge_attr = edge_attr.unsqueeze(-1)
@@ -209,15 +221,8 @@ class TransformerConv(pyg.TransformerConv):
         return bool(
             self.explain
             or type(self.aggr_module) is not SumAggregation
-            or self._propagate_forward_pre_hooks
-            or self._propagate_forward_hooks
-            or self._message_forward_pre_hooks
-            or self._message_forward_hooks
-            or self._aggregate_forward_pre_hooks
-            or self._aggregate_forward_hooks
-            or type(self).message is not pyg.TransformerConv.message
-            or type(self).aggregate is not pyg.TransformerConv.aggregate
-            or type(self).update is not pyg.TransformerConv.update
+            or any(getattr(self, hooks) for hooks in _MESSAGE_HOOKS)
+            or any(getattr(type(self), name) is not method for name, method in _MESSAGE_METHODS.items())
         )
 
     def __prepare_scriptable__(self) -> None:
