@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 2**31  # node and edge numbers are int32
 _THREAD_EDGES = 50_000  # below this a second thread costs more than it saves
+_CACHED_EDGES = 2**18  # an edge list below this stays in the cache while it is sorted
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -701,9 +702,7 @@ def _(edge_index, num_queries, num_keys):
 
 def _sorted_by_numba(edge_index: Tensor, num_queries: int, num_keys: int):
     num_edges = edge_index.size(1)
-    if edge_index.dtype != torch.int32:
-        edge_index = edge_index.long()
-    sources, targets = edge_index.contiguous().numpy()
+    sources, targets = edge_index.long().contiguous().numpy()  # one type of array: Numba compiles once
     rowptr, colptr = (torch.zeros(n + 1, dtype=torch.int64) for n in (num_queries, num_keys))
     col, edge_id, row, edge_id_t = (torch.empty(num_edges, dtype=torch.int32) for _ in range(4))
     by_query = (targets, sources, rowptr.numpy(), col.numpy(), edge_id.numpy())
@@ -762,11 +761,38 @@ def _counting_sort(ids, others, ptr, grouped, order):
             grouped[e] = others[e]
             order[e] = e
         return -1
-    for e in range(ids.size):
-        position = ptr[ids[e]]
-        ptr[ids[e]] = position + 1
-        grouped[position] = others[e]
-        order[position] = e
+    if ids.size < _CACHED_EDGES:
+        for e in range(ids.size):
+            position = ptr[ids[e]]
+            ptr[ids[e]] = position + 1
+            grouped[position] = others[e]
+            order[position] = e
+    else:
+        # Written straight to their places the edges would miss the cache one by one. So first into some 256
+        # buckets of consecutive nodes, then within each bucket: twice as fast.
+        shift = 0
+        while shift < 16 and num_nodes >> shift > 256:
+            shift += 1
+        ends = ptr[: num_nodes : 1 << shift].copy()
+        rest = np.empty(ids.size, np.uint16)  # a node's place in its bucket
+        for e in range(ids.size):
+            bucket = ids[e] >> shift
+            position = ends[bucket]
+            ends[bucket] = position + 1
+            grouped[position] = others[e]
+            order[position] = e
+            rest[position] = ids[e] - (bucket << shift)
+        for bucket in range(ends.size):
+            first = bucket << shift
+            start = ptr[first]
+            bucket_grouped = grouped[start : ends[bucket]].copy()
+            bucket_order = order[start : ends[bucket]].copy()
+            for k in range(bucket_order.size):
+                node = first + rest[start + k]
+                position = ptr[node]
+                ptr[node] = position + 1
+                grouped[position] = bucket_grouped[k]
+                order[position] = bucket_order[k]
     for node in range(num_nodes, 0, -1):  # every pointer has moved on to the start of the next node
         ptr[node] = ptr[node - 1]
     ptr[0] = 0

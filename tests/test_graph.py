@@ -102,17 +102,19 @@ def test_both_bodies_of_the_sort_agree():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_large_graphs_are_sorted_alike_on_one_and_two_threads(threads):
-    num_nodes, num_edges = 3000, 100_000
-    edge_index = random_edges(num_nodes, num_nodes, num_edges)
+@pytest.mark.parametrize(("num_keys", "num_queries"), [(3000, 3000), (70_000, 1), (257, 20_000_000)])
+def test_large_graphs_are_sorted_alike_on_one_and_two_threads(num_keys, num_queries, threads):
+    edge_index = random_edges(num_keys, num_queries, 300_000)
+    edge_index[1, ::3] = num_queries // 2  # a hub
+    size = (num_keys, num_queries)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        graph = SparseGraph.from_edge_index(edge_index, num_nodes)
-        with pytest.raises(IndexError, match=r"sources.*\[0, 3000\), got 3000"):
-            SparseGraph.from_edge_index(torch.cat([edge_index, edges((3000, 0))], 1), num_nodes)
-        with pytest.raises(IndexError, match=r"targets.*\[0, 3000\), got 3001"):
-            SparseGraph.from_edge_index(torch.cat([edge_index, edges((0, 3001))], 1), num_nodes)
+        graph = SparseGraph.from_edge_index(edge_index, size=size)
+        with pytest.raises(IndexError, match=rf"sources.*\[0, {num_keys}\), got {num_keys}"):
+            SparseGraph.from_edge_index(torch.cat([edge_index, edges((num_keys, 0))], 1), size=size)
+        with pytest.raises(IndexError, match=rf"targets.*\[0, {num_queries}\), got -1"):
+            SparseGraph.from_edge_index(torch.cat([edge_index, edges((0, -1))], 1), size=size)
     finally:
         torch.set_num_threads(before)
     sources, targets = edge_index.numpy()
@@ -123,7 +125,7 @@ def test_large_graphs_are_sorted_alike_on_one_and_two_threads(threads):
         expected = np.argsort(ids, kind="stable")
         np.testing.assert_array_equal(order.numpy(), expected)
         np.testing.assert_array_equal(grouped.numpy(), others[expected])
-        np.testing.assert_array_equal(ptr.diff().numpy(), np.bincount(ids, minlength=num_nodes))
+        np.testing.assert_array_equal(ptr.diff().numpy(), np.bincount(ids, minlength=ptr.numel() - 1))
 
 
 def test_scipy_builds_the_same_csr_and_transpose():
@@ -897,14 +899,14 @@ class BuiltInAWorker(torch.utils.data.Dataset):
         return 3
 
     def __getitem__(self, seed):
-        return as_graph(random_edges(500, 500, 60_000, seed), num_nodes=500)
+        return as_graph(random_edges(500, 500, 300_000, seed), num_nodes=500)
 
 
 def test_graphs_come_out_of_a_forked_worker():
-    as_graph(random_edges(500, 500, 60_000), num_nodes=500)  # the parent has used threads
+    as_graph(random_edges(500, 500, 300_000), num_nodes=500)  # the parent has used threads
     loader = DataLoader(BuiltInAWorker(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     for seed, graph in enumerate(loader):
-        assert_same(graph, SparseGraph.from_edge_index(random_edges(500, 500, 60_000, seed), 500))
+        assert_same(graph, SparseGraph.from_edge_index(random_edges(500, 500, 300_000, seed), 500))
 
 
 def test_compiles_where_nothing_can_be_cached():
