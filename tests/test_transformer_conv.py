@@ -560,6 +560,12 @@ def test_aggregation_is_that_of_pyg(aggr, is_fused, fused_calls):
     assert bool(fused_calls) == is_fused
 
 
+def test_decomposed_layers_change_nothing():
+    fused, plain = twins(5, 4, 2)
+    fused.decomposed_layers = 2
+    assert_twins_agree(fused, plain, [features(NODES, 5)], lambda conv, x: conv(x, EDGES))
+
+
 def test_overridden_message_is_used():
     class Doubled(TransformerConv):
         def message(self, query_i, key_j, value_j, edge_attr, index, ptr, size_i):

@@ -97,9 +97,10 @@ class TransformerConv(pyg.TransformerConv):
 
         Args:
             x: `[N, in_channels]`, or the pair (sources `[N_src, in]`, targets `[N_dst, in]`).
-            edge_index: integer `[2, E]` (source, target), `EdgeIndex`, a sparse adjacency whose rows are
-                targets (`torch.sparse` coo, csr, csc, or `SparseTensor`), or a `Graph`. The graph built for
-                a tensor is reused while that same tensor comes back unmodified.
+            edge_index: integer `[2, E]`, sources in row 0 and targets in row 1 (a `[2, 2]` tensor too),
+                `EdgeIndex`, a sparse adjacency whose rows are targets (`torch.sparse` coo, csr, csc, or
+                `SparseTensor`), or a `Graph`. The graph built for an `edge_index` tensor is reused while
+                that same tensor comes back unmodified.
             edge_attr: `[E, edge_dim]` in the order of the edges; also `[E]` for `edge_dim=1`. The features
                 of a sparse adjacency are the values it stores.
             return_attention_weights: truthy to get the weights as well.
@@ -114,7 +115,7 @@ class TransformerConv(pyg.TransformerConv):
         Raises:
             ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
                 together with `edge_attr` or with `flow="target_to_source"`.
-            TypeError: features that are not floating, or of another dtype than the layer's.
+            TypeError: features that are not floating; edge features of another dtype than the layer's.
             IndexError: a node id outside `[0, N)`.
         """
         x_src, x_dst = self._endpoints(x)
@@ -159,7 +160,7 @@ class TransformerConv(pyg.TransformerConv):
         if self.lin_beta is None:
             return out + skip
         gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
-        return gate * skip + (1 - gate) * out
+        return torch.lerp(out, skip, gate)
 
     def _endpoints(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The features of sources and targets, checked."""
