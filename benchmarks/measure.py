@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,24 +56,34 @@ def interleaved_times(
     return samples
 
 
-def peak_extra_memory(step: Callable[[], object]) -> tuple[int, int] | None:
-    """Bytes by which this process's resident memory rises at most while `step` runs, and the peak itself.
+def reset_peak_memory() -> int:
+    """Starts a new high-water mark of this process's resident memory; bytes resident now.
 
-    Linux keeps the high-water mark of resident memory and resets it on request, so no moment is missed and
-    whatever allocates is seen: torch, NumPy, Numba, MKL. What the allocator holds in reserve goes back to
-    the system first, otherwise it would be reused unseen. Pages are counted lazily, so trust it to half a
-    megabyte. Run `step` once before: one-time costs do not belong. None where there is no such mark.
+    Linux keeps the mark, so no moment is missed and whatever allocates is seen: torch, NumPy, Numba, MKL.
+    What the allocator holds in reserve goes back to the system first, or it would be used again unseen.
+    Pages are counted lazily, so trust a difference to half a megabyte.
     """
-    if not sys.platform.startswith("linux"):
-        return None
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    return _status("VmRSS")
+
+
+def peak_memory() -> int:
+    """Most bytes that were resident since `reset_peak_memory`."""
+    return _status("VmHWM")
+
+
+def peak_extra_memory(step: Callable[[], object]) -> int:
+    """Bytes by which resident memory rises at most while `step` runs, its result included.
+
+    Run `step` once before: what only the first call allocates is not counted.
+    """
+    before = reset_peak_memory()
     result = step()
-    peak = _status("VmHWM")
+    extra = peak_memory() - before
     del result
-    return max(0, peak - before), peak
+    return max(0, extra)
 
 
 def _status(field: str) -> int:
@@ -82,13 +91,10 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def available_memory() -> float:
-    """Bytes that can be had without swapping; infinite where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return math.inf
-    line = next(s for s in meminfo.read_text().splitlines() if s.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024
+def available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(s for s in lines if s.startswith("MemAvailable")).split()[1]) * 1024
 
 
 def bytes_moved(num_edges: int, heads: int, dim: int, mode: str) -> int:

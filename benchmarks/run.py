@@ -41,6 +41,8 @@ from benchmarks.measure import (
     largest_error,
     paired_ratio,
     peak_extra_memory,
+    peak_memory,
+    reset_peak_memory,
 )
 from benchmarks.providers import PROVIDERS, Provider
 
@@ -71,7 +73,7 @@ COLUMNS = (
     "ratio",  # graphattn's wall time over the provider's, median over rounds
     "cpu_ratio",
     "extra_mb",  # resident memory that a call adds at its peak, in 1e6 bytes
-    "peak_mb",  # resident memory of the whole process then
+    "peak_mb",  # resident memory of the whole process at the peak of the first call, graph building included
     "floor_ms",  # bytes that must be read over the bandwidth of a bare gather
     "rounds",
     "error",  # largest difference from graphattn
@@ -92,39 +94,37 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     rows = read_rows(options.out)
     providers = list(dict.fromkeys([BASELINE, *options.provider]))
-    wanted = [
-        (case, heads, dim, mode)
-        for case in options.case
-        for heads, dim in options.dims
-        for mode in options.mode
-    ]
-    done = {_configuration(row) for row in rows} if not options.overwrite else set()
-    todo = [c for c in wanted if (*map(str, c), str(options.threads)) not in done]
-    if len(todo) < len(wanted):
-        print(f"{len(wanted) - len(todo)} of {len(wanted)} configurations are in {options.out} already.")
+    shapes = [(heads, dim, mode) for heads, dim in options.dims for mode in options.mode]
+    done = set() if options.overwrite else {_configuration(row) for row in rows}
 
     origin = _machine_and_versions()
     failed = False
-    loaded: tuple[str, Tensor, int] | None = None
-    progress = tqdm(todo, unit="configuration", disable=None)
-    for case, heads, dim, mode in progress:
-        progress.set_description(f"{case} {heads}x{dim} {mode}")
-        if loaded is None or loaded[0] != case:
-            try:
-                loaded = (case, *CASES[case]())
-            except FileNotFoundError as error:
-                tqdm.write(f"{case} skipped: {error}")
+    progress = tqdm(total=len(options.case) * len(shapes), unit="configuration", disable=None)
+    for case in options.case:
+        edge_index = None
+        for heads, dim, mode in shapes:
+            progress.set_description(f"{case} {heads}x{dim} {mode}")
+            progress.update()
+            fixed = {"case": case, "heads": heads, "dim": dim, "mode": mode, "threads": options.threads}
+            if _configuration(fixed) in done:
+                tqdm.write(f"{case} {heads}x{dim} {mode} is in {options.out} already")
                 continue
-        _, edge_index, num_nodes = loaded
-        measured = measure(edge_index, num_nodes, heads, dim, mode, providers, options)
-        fixed = {"case": case, "threads": options.threads, **origin}
-        new = [{column: {**fixed, **row}.get(column, "") for column in COLUMNS} for row in measured]
-        rows = [r for r in rows if _configuration(r) != _configuration(new[0])]
-        rows += [{column: str(value) for column, value in row.items()} for row in new]
-        write_rows(options.out, rows)
-        for row in new:
-            tqdm.write(_line(row))
-        failed |= any(row["note"].startswith("disagrees") for row in new)
+            if edge_index is None:
+                try:
+                    edge_index, num_nodes = CASES[case]()
+                except FileNotFoundError as error:
+                    tqdm.write(f"{case} skipped: {error}")
+                    break
+            measured = measure(edge_index, num_nodes, heads, dim, mode, providers, options)
+            new = [
+                {column: {**origin, **fixed, **row}.get(column, "") for column in COLUMNS} for row in measured
+            ]
+            rows = [row for row in rows if _configuration(row) != _configuration(fixed)]
+            rows += [{column: str(value) for column, value in row.items()} for row in new]
+            write_rows(options.out, rows)
+            for row in new:
+                tqdm.write(_line(row))
+            failed |= any(row["note"].startswith("disagree") for row in new)
     return int(failed)
 
 
@@ -140,8 +140,9 @@ def measure(
     """The rows of one configuration, one per provider, the baseline first."""
     torch._dynamo.reset()
     num_edges = edge_index.size(1)
-    shape = {"nodes": num_nodes, "edges": num_edges, "heads": heads, "dim": dim, "mode": mode}
-    rows = {name: {**shape, "provider": name, "note": ""} for name in providers}
+    rows: dict[str, dict] = {
+        name: {"nodes": num_nodes, "edges": num_edges, "provider": name, "note": ""} for name in providers
+    }
     prepare = _operator_steps if mode in ("forward", "forward+backward") else _layer_steps
     step_of = prepare(edge_index, num_nodes, heads, dim, mode)
 
@@ -153,12 +154,14 @@ def measure(
         if needed > 0.9 * available_memory():
             row["note"] = f"skipped: needs about {needed / 1e9:.0f} GB"
             continue
+        reset_peak_memory()
         try:
             step = step_of(provider)
         except (ImportError, NotImplementedError) as error:
             row["note"] = f"skipped: {error}"
             continue
         result = step()  # also the warm-up: compilation happens here
+        row["peak_mb"] = f"{peak_memory() / 1e6:.0f}"
         reference = reference or result
         row["error"] = f"{largest_error(result, reference):.1e}"
         del result
@@ -175,10 +178,7 @@ def measure(
 
     reference = ()
     for name, step in steps.items():
-        extra = peak_extra_memory(step)
-        if extra is not None:
-            rows[name]["extra_mb"] = f"{extra[0] / 1e6:.2f}"
-            rows[name]["peak_mb"] = f"{extra[1] / 1e6:.0f}"
+        rows[name]["extra_mb"] = f"{peak_extra_memory(step) / 1e6:.2f}"
     if prepare is _operator_steps:
         bandwidth = gather_bandwidth(edge_index, num_nodes, heads * dim, threads=options.threads)
         rows[BASELINE]["floor_ms"] = f"{bytes_moved(num_edges, heads, dim, mode) / bandwidth * 1e3:.3f}"
@@ -277,8 +277,8 @@ def _line(row: dict) -> str:
     name = f"{row['case']:12} {row['heads']}x{row['dim']:<4}{row['mode']:17}{row['provider']:16}"
     if not row["ms"]:
         return f"{name} {row['note']}"
-    extra = f"{row['extra_mb']} MB" if row["extra_mb"] else ""
-    return f"{name}{row['ms']:>11} ms  ratio {row['ratio']}  cpu {row['cpu_ratio']}  {extra}  {row['note']}"
+    ratios = f"ratio {row['ratio']}  cpu {row['cpu_ratio']}"
+    return f"{name}{row['ms']:>11} ms  {ratios}  {row['extra_mb']} MB  {row['note']}"
 
 
 def _machine_and_versions() -> dict[str, str | int]:
@@ -297,8 +297,7 @@ def _machine_and_versions() -> dict[str, str | int]:
         "pyg": torch_geometric.__version__,
         "numba": numba.__version__,
         "python": platform.python_version(),
-        "commit": _git("rev-parse", "--short", "HEAD")
-        + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if changes else ""),
         "date": datetime.date.today().isoformat(),
     }
 
