@@ -28,7 +28,7 @@ class Provider:
 
     Args:
         operator: from (edge_index, num_nodes) to attention on (query, key, value), each [nodes, heads, dim];
-            ImportError with the reason where its library is not installed. None if it has no operator.
+            ImportError with the reason where its library is not installed.
         layer: a class with the constructor and state_dict of PyG's `TransformerConv`, or None.
         backward: whether the operator can be differentiated.
         edge_tensors: float32 tensors of edges · heads · dim it holds at its peak, to leave out what cannot
@@ -72,7 +72,7 @@ def _compiled(options: dict[str, int]) -> Provider:
         module.compile(dynamic=False, options=options)
         return module
 
-    return Provider(operator, layer, edge_tensors=7)
+    return Provider(operator, layer, edge_tensors=4)
 
 
 def _torch_sparse(edge_index: Tensor, num_nodes: int) -> Attention:
@@ -102,6 +102,7 @@ def _torch_sparse(edge_index: Tensor, num_nodes: int) -> Attention:
 
 
 def _dgl(edge_index: Tensor, num_nodes: int) -> Attention:
+    # 1.1.3 is the last version whose wheel imports beside any torch; later ones bring a library per version.
     try:
         dgl = importlib.import_module("dgl")
     except Exception as error:  # a wheel that does not match torch fails in ways of its own

@@ -111,9 +111,8 @@ def test_providers_agree_and_are_measured(mode):
     assert ("floor_ms" in rows["graphattn"]) == (not mode.startswith("layer"))
     if mode == "forward":
         assert float(rows["torch_sparse"]["error"]) < run.TOLERANCE
-    else:
-        assert rows["torch_sparse"]["note"].startswith("skipped: it has no")
-        assert "ms" not in rows["torch_sparse"]
+    else:  # it has no backward and no layer
+        assert list(rows) == ["graphattn", "pyg"]
 
 
 def test_no_number_on_disagreement(monkeypatch):
@@ -130,7 +129,7 @@ def test_no_number_on_disagreement(monkeypatch):
 
 
 def test_what_cannot_fit_is_not_tried(monkeypatch):
-    monkeypatch.setattr(run, "available_memory", lambda: 1000)
+    monkeypatch.setattr(run, "available_memory", lambda: 8 * NODES * 2 * 4 * 4)  # the nodes alone
     rows = rows_of("forward", ("graphattn", "pyg"))
     assert rows["pyg"]["note"].startswith("skipped: needs about")
     assert rows["graphattn"]["note"] == "no peer to agree with"
