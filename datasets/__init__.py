@@ -129,17 +129,21 @@ def load(name: str, root: str | Path | None = None) -> Data:
     source = _SOURCES[name]
     root = _HERE if root is None else Path(root).expanduser()
     raw = _raw_files(name, source, root)
+    remedy = f"replace by what {source.dataset.url} has"
     for file in source.files:
-        _check_readable(raw / file, f"replace it by the one of {source.dataset.url}")
+        _check_readable(raw / file, remedy)
 
     # PyG writes a `processed` folder next to `raw`: let it do so where it may, and where nothing stale lies.
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(raw, Path(scratch, source.folder, "raw"), copy_function=shutil.copyfile)
-        data = source.dataset(scratch, name)[0]
+        try:
+            data = source.dataset(scratch, name)[0]
+        except Exception as error:
+            raise ValueError(f"The files in {raw} are not those of {name} ({error}): {remedy}.") from error
     if (data.num_nodes, data.num_edges) != (source.num_nodes, source.num_edges):
         raise ValueError(
-            f"{name} must have {source.num_nodes} nodes and {source.num_edges} edges, the files in {raw} "
-            f"have {data.num_nodes} and {data.num_edges}: replace them by those of {source.dataset.url}."
+            f"The files in {raw} are not those of {name}, which has {source.num_nodes} nodes and "
+            f"{source.num_edges} edges, they have {data.num_nodes} and {data.num_edges}: {remedy}."
         )
     if source.split_file is not None:
         train, val, test = _split_60_20_20(root / "splits_60_20_20" / source.split_file, data.num_nodes)

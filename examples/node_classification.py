@@ -338,7 +338,10 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     settings = SETTINGS[args.dataset]
     if args.epochs is not None:
         settings = replace(settings, epochs=args.epochs)
-    data = prepare(datasets.load(args.dataset, args.root), settings)
+    try:
+        data = prepare(datasets.load(args.dataset, args.root), settings)
+    except (OSError, ValueError) as error:  # what it says is all there is to know
+        parser.exit(1, f"{error}\n")
     print(f"{args.dataset}: {data.num_nodes} nodes, {data.num_edges} edges with self-loops, {settings}")
 
     layers = list(LAYERS) if args.compare else [args.layer]
