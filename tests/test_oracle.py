@@ -28,8 +28,14 @@ OPTIONS = {
     "one leading dim": {"leading": (2,)},
     "two leading dims": {"leading": (2, 3)},
     "all": {
-        **{"heads": 4, "kv_heads": 2, "leading": (2,), "edge_dim": 2, "scale": 0.9, "softcap": 2.0},
-        **{"bias": ("E", "H"), "removed": 0.2},
+        "heads": 4,
+        "kv_heads": 2,
+        "leading": (2,),
+        "edge_dim": 2,
+        "scale": 0.9,
+        "softcap": 2.0,
+        "bias": ("E", "H"),
+        "removed": 0.2,
     },
 }
 
