@@ -1,4 +1,4 @@
-"""The operator inside PyTorch's machinery: compile, export, autocast, checkpoint, vmap, threads, processes."""
+"""The operator inside PyTorch: compile, export, autocast, checkpoint, vmap, threads, processes."""
 
 import os
 import subprocess
@@ -111,8 +111,8 @@ def test_export_with_dynamic_sizes():
     operands, edge_index = random_operands(20, 70), random_edges(20, 70)
     nodes, edges = Dim("nodes"), Dim("edges")
     per_operand = {
-        **dict.fromkeys(("query", "key", "value"), {0: nodes}),
-        **dict.fromkeys(("bias", "edge_attr"), {0: edges}),
+        **{name: {0: nodes} for name in ("query", "key", "value")},
+        **{name: {0: edges} for name in ("bias", "edge_attr")},
         "edge_projection": {},
     }
     program = torch.export.export(
