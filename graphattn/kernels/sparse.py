@@ -1,0 +1,166 @@
+"""Attention on listed edges as PyTorch operators: schema, shapes, autograd and vmap; one body per device.
+
+``graphattn::sparse_attention`` saves its inputs, out, lse and aggregate: nothing with a row per edge and head.
+``graphattn::sparse_attention_backward`` recomputes the weights from lse. Its own derivative, which second
+derivatives ask for, is the one of the reference formula.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from graphattn.kernels import reference
+
+# The indices of a graph, by query and by key (see graphattn.graph.SparseGraph).
+_GRAPH = "Tensor rowptr, Tensor col, Tensor edge_id, Tensor colptr, Tensor row, Tensor edge_id_t"
+_OPTIONS = (
+    "Tensor? bias, Tensor? edge_attr, Tensor? edge_query, Tensor? seed,"
+    " float scale, float softcap, float dropout_p, bool return_weights"
+)
+_INPUTS = f"Tensor query, Tensor key, Tensor value, {_GRAPH}, {_OPTIONS}"
+_OUTPUTS = "Tensor out, Tensor lse, Tensor aggregate, Tensor weights"
+_GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_aggregate, Tensor grad_weights"
+
+_library = torch.library.Library("graphattn", "FRAGMENT")
+_library.define(f"sparse_attention({_INPUTS}) -> ({_OUTPUTS})", tags=[torch.Tag.pt2_compliant_tag])
+_library.define(
+    f"sparse_attention_backward({_GRADS}, {_OUTPUTS}, {_INPUTS}) -> (Tensor grad_query, Tensor grad_key,"
+    " Tensor grad_value, Tensor grad_bias, Tensor grad_edge_attr, Tensor grad_edge_query)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_forward = torch.ops.graphattn.sparse_attention.default
+_backward = torch.ops.graphattn.sparse_attention_backward.default
+
+_FLOATING = (0, 1, 2, 9, 10, 11)  # query, key, value, bias, edge_attr, edge_query among the inputs
+
+
+def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attend over the edges of a graph: the schema above, the meaning of `reference.sparse_attention`.
+
+    Takes the indices by query and by key, and ``return_weights``; without it ``weights`` is empty. The outputs are
+    float32, or float64 for float64 inputs. Differentiable in reverse mode, twice in eager mode.
+    """
+    return _forward(*inputs)
+
+
+def _wide(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+@torch.library.impl(_library, "sparse_attention", "CPU")
+def _forward_cpu(*inputs):
+    from graphattn.kernels import sparse_cpu  # Numba loads where a kernel runs
+
+    return sparse_cpu.forward(*inputs)
+
+
+@torch.library.impl(_library, "sparse_attention_backward", "CPU")
+def _backward_cpu(*arguments):
+    from graphattn.kernels import sparse_cpu
+
+    return sparse_cpu.backward(*arguments)
+
+
+@torch.library.register_fake("graphattn::sparse_attention", lib=_library)
+def _forward_fake(query, key, value, *rest):
+    col, edge_attr, return_weights = rest[1], rest[7], rest[-1]
+    batch, num_queries, heads, _ = query.shape
+    width = 0 if edge_attr is None else edge_attr.size(1)
+    wide = query.new_empty(0, dtype=_wide(query))
+    return (
+        wide.new_empty(batch, num_queries, heads, value.size(-1)),
+        wide.new_empty(batch, num_queries, heads),
+        wide.new_empty(batch, num_queries, heads, width),
+        wide.new_empty(batch, col.size(0), heads) if return_weights else wide,
+    )
+
+
+@torch.library.register_fake("graphattn::sparse_attention_backward", lib=_library)
+def _backward_fake(*arguments):
+    inputs = arguments[8:]
+    empty = inputs[0].new_empty(0)
+    return tuple(
+        empty if inputs[i] is None else torch.empty_like(inputs[i], memory_format=torch.contiguous_format)
+        for i in _FLOATING
+    )
+
+
+def _spread(grads: Sequence[Tensor], inputs: Sequence) -> list[Tensor | None]:
+    """Place the gradients of the floating inputs that are given among those of all inputs."""
+    given = iter(grads)
+    return [next(given) if i in _FLOATING and x is not None else None for i, x in enumerate(inputs)]
+
+
+_NO_FORWARD_MODE = (
+    "graph_attention's sparse kernel has no forward-mode derivative. Differentiate in reverse mode"
+    " (torch.autograd.grad, backward)."
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = _forward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*outputs, *(x if isinstance(x, Tensor) else None for x in inputs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        outputs, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
+        grads = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, outputs)]
+        grads = _backward(*grads, *outputs, *inputs)
+        return tuple(_spread([grad for i, grad in zip(_FLOATING, grads) if inputs[i] is not None], inputs))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            grads = _backward(*arguments)
+        ctx.rest = [None if isinstance(x, Tensor) else x for x in arguments]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+        return grads
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_grads):
+        arguments = [rest if tensor is None else tensor for tensor, rest in zip(ctx.saved_tensors, ctx.rest)]
+        grads, inputs = arguments[:4], arguments[8:]
+        # The outputs among the arguments are functions of the inputs: their share is in the inputs' derivative.
+        with torch.enable_grad():
+            inputs = [
+                x.detach().requires_grad_() if i in _FLOATING and x is not None else x
+                for i, x in enumerate(inputs)
+            ]
+            grads = [grad.detach().requires_grad_() for grad in grads]
+            floating = [inputs[i] for i in _FLOATING if inputs[i] is not None]
+            outputs = reference.sparse_attention(*inputs[:6], *inputs[9:16])
+            used = [i for i, x in enumerate(outputs) if x.requires_grad and (i < 3 or inputs[16])]
+            first = torch.autograd.grad(
+                [outputs[i] for i in used],
+                floating,
+                [grads[i] for i in used],
+                create_graph=True,
+                materialize_grads=True,
+            )
+        seeds = [g for i, g in zip(_FLOATING, grad_grads) if inputs[i] is not None]
+        second = torch.autograd.grad(first, [*grads, *floating], seeds, materialize_grads=True)
+        return *second[:4], *[None] * 4, *_spread(second[4:], inputs)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+torch.library.impl(_library, "sparse_attention", "Autograd")(_Attention.apply)
+torch.library.impl(_library, "sparse_attention_backward", "Autograd")(_AttentionBackward.apply)
