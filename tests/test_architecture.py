@@ -35,7 +35,7 @@ def test_imports_follow_the_contracts():
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 broken" in done.stdout and "0 kept" not in done.stdout, done.stdout
+    assert " 0 broken" in done.stdout and " 0 kept" not in done.stdout, done.stdout
 
 
 def test_works_without_optional_packages():
