@@ -1,0 +1,211 @@
+"""Short vectors for Numba kernels: what the compiler will not find by itself in a loop over arrays.
+
+A ``Vector`` is a value of a fixed number of float32 or float64 lanes. LLVM maps it to the registers the machine has,
+so a vector of 64 lanes is eight AVX registers, or sixteen NEON ones. The functions work inside ``numba.njit`` code;
+``lanes`` must be a constant there.
+"""
+
+import math
+import operator
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import RequireLiteralValue
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
+
+
+class Vector(types.Type):
+    def __init__(self, dtype: types.Float, lanes: int):
+        self.dtype, self.lanes = dtype, lanes
+        super().__init__(name=f"Vector({dtype}, {lanes})")
+
+    @property
+    def llvm(self) -> ir.VectorType:
+        return ir.VectorType(ir.FloatType() if self.dtype == types.float32 else ir.DoubleType(), self.lanes)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, fe_type.llvm)
+
+
+def _vector(dtype, lanes) -> Vector:
+    if not isinstance(lanes, types.IntegerLiteral):
+        raise RequireLiteralValue("lanes must be a constant")
+    return Vector(dtype, lanes.literal_value)
+
+
+def _address(context, builder, array_type, array, index, pointee):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
+
+
+@intrinsic(prefer_literal=True)
+def load(typingctx, array, index, lanes):
+    """``array[index : index + lanes]`` of a contiguous array."""
+    vector = _vector(array.dtype, lanes)
+
+    def codegen(context, builder, sig, args):
+        loaded = builder.load(_address(context, builder, sig.args[0], args[0], args[1], vector.llvm))
+        loaded.align = array.dtype.bitwidth // 8
+        return loaded
+
+    return vector(array, types.intp, lanes), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store(typingctx, array, index, vector):
+    """``array[index : index + lanes] = vector``."""
+
+    def codegen(context, builder, sig, args):
+        stored = builder.store(
+            args[2], _address(context, builder, sig.args[0], args[0], args[1], vector.llvm)
+        )
+        stored.align = vector.dtype.bitwidth // 8
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, vector), codegen
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typingctx, array, index):
+    """Ask for the cache line of ``array[index]``, which will be read soon."""
+
+    def codegen(context, builder, sig, args):
+        address = _address(context, builder, sig.args[0], args[0], args[1], ir.IntType(8))
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [address, i32(0), i32(3), i32(1)])  # for reading, into all levels, data
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), codegen
+
+
+@intrinsic(prefer_literal=True)
+def splat(typingctx, value, lanes):
+    """A vector whose lanes all hold ``value``."""
+    vector = _vector(value, lanes)
+
+    def codegen(context, builder, sig, args):
+        undefined = ir.Constant(vector.llvm, ir.Undefined)
+        first = builder.insert_element(undefined, args[0], ir.IntType(32)(0))
+        return _shuffle(builder, first, undefined, [0] * vector.lanes)
+
+    return vector(value, lanes), codegen
+
+
+def _shuffle(builder, a, b, lanes):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+
+
+def _define_operator(function, instruction):
+    @infer_global(function)
+    class _Template(AbstractTemplate):
+        def generic(self, args, kws):
+            if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
+                return signature(args[0], *args)
+            return None
+
+    @lower_builtin(function, Vector, Vector)
+    def _lower(context, builder, sig, args):
+        # `contract` lets a product and a sum become one fused multiply-add
+        return getattr(builder, instruction)(*args, flags=("contract",))
+
+
+_define_operator(operator.add, "fadd")
+_define_operator(operator.sub, "fsub")
+_define_operator(operator.mul, "fmul")
+_define_operator(operator.truediv, "fdiv")
+
+
+@intrinsic(prefer_literal=True)
+def maximum(typingctx, a, b):
+    """The larger lane of each pair; b where either is NaN."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return a(a, b), codegen
+
+
+def _fold(builder, vector, lanes):
+    """Add the halves until ``lanes`` are left."""
+    while vector.type.count > lanes:
+        half = vector.type.count // 2
+        low = _shuffle(builder, vector, vector, list(range(half)))
+        vector = builder.fadd(low, _shuffle(builder, vector, vector, list(range(half, 2 * half))))
+    return vector
+
+
+@intrinsic(prefer_literal=True)
+def total(typingctx, vector):
+    """The sum of the lanes, a power of two of them."""
+
+    def codegen(context, builder, sig, args):
+        return builder.extract_element(_fold(builder, args[0], 1), ir.IntType(32)(0))
+
+    return vector.dtype(vector), codegen
+
+
+@intrinsic(prefer_literal=True)
+def totals(typingctx, a, b, c, d, e, f, g, h):
+    """The eight sums of eight vectors as one vector: a third of the instructions of eight `total`."""
+
+    def codegen(context, builder, sig, args):
+        def pairs(x, y):  # sums of neighbours, as the horizontal add instruction of AVX orders them
+            even = _shuffle(builder, x, y, [0, 2, 8, 10, 4, 6, 12, 14])
+            return builder.fadd(even, _shuffle(builder, x, y, [1, 3, 9, 11, 5, 7, 13, 15]))
+
+        folded = [_fold(builder, vector, 8) for vector in args]
+        two = [pairs(*folded[i : i + 2]) for i in (0, 2, 4, 6)]
+        x, y = pairs(two[0], two[1]), pairs(two[2], two[3])
+        low = _shuffle(builder, x, y, [0, 1, 2, 3, 12, 13, 14, 15])
+        return builder.fadd(low, _shuffle(builder, x, y, [4, 5, 6, 7, 8, 9, 10, 11]))
+
+    return Vector(a.dtype, 8)(a, b, c, d, e, f, g, h), codegen
+
+
+# (1.5 · 2^mantissa bits, ln 2 in a short and a small part, terms of the series, lowest argument, mantissa bits, bias)
+_EXP = {
+    types.float32: (12582912.0, 0.693359375, -2.12194440e-4, 7, -87.0, 23, 127),
+    types.float64: (6755399441055744.0, 0.693145751953125, 1.42860682030941723e-6, 13, -708.0, 52, 1023),
+}
+
+
+@intrinsic(prefer_literal=True)
+def exp(typingctx, x):
+    """e^x for x up to 80, to one unit in the last place; 0 below the normal numbers, NaN for NaN.
+
+    e^x = 2^k e^r with k = round(x / ln 2), so |r| <= ln 2 / 2, where a short Taylor series is exact. Adding
+    1.5 · 2^23 (float32) leaves k in the low bits of the sum, from where it moves to the exponent.
+    """
+    magic, log2_high, log2_low, terms, lowest, mantissa, exponent_bias = _EXP[x.dtype]
+
+    def codegen(context, builder, sig, args):
+        kind = args[0].type
+        integers = ir.VectorType(ir.IntType(x.dtype.bitwidth), x.lanes)
+
+        def constant(value, kind=kind):
+            return ir.Constant(kind, [value] * x.lanes)
+
+        def fused(a, b, c):
+            return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+        shifted = fused(args[0], constant(1 / math.log(2)), constant(magic))
+        k = builder.fsub(shifted, constant(magic))
+        r = fused(k, constant(-log2_high), args[0])
+        r = fused(k, constant(-log2_low), r)
+        series = constant(1 / math.factorial(terms))
+        for n in range(terms - 1, -1, -1):
+            series = fused(series, r, constant(1 / math.factorial(n)))
+        exponent = builder.add(builder.bitcast(shifted, integers), constant(exponent_bias, integers))
+        power = builder.bitcast(builder.shl(exponent, constant(mantissa, integers)), kind)
+        tiny = builder.fcmp_ordered("<", args[0], constant(lowest))
+        return builder.select(tiny, constant(0.0), builder.fmul(series, power))
+
+    return x(x), codegen
