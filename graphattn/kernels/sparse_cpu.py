@@ -68,7 +68,13 @@ class Options(NamedTuple):
 
 _function = njit(error_model="numpy")
 _inlined = njit(error_model="numpy", forceinline=True)
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+
+def _kernel(function: Callable) -> Callable:
+    try:
+        return njit(error_model="numpy", nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to cache in: a read-only installation without a home
+        return njit(error_model="numpy", nogil=True)(function)
 
 
 @_inlined
