@@ -111,7 +111,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        outputs, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        saved = ctx.saved_tensors  # once: checkpointing recomputes the forward pass at each access
+        outputs, tensors = saved[:4], saved[4:]
         inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
         grads = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, outputs)]
         grads = _backward(*grads, *outputs, *inputs)

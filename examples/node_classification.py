@@ -1,0 +1,386 @@
+"""Classify the nodes of a graph with a small stack of attention layers.
+
+    python -m examples.node_classification                                 # handwritten digits, no download
+    python -m examples.node_classification --dataset Cora --root DIR       # PyG's data sets, here from DIR
+    python -m examples.node_classification --compare                       # beside PyG's own layer
+
+Every layer is a `TransformerConv`: each node attends to its neighbours. Swapping PyG's layer for graphattn's
+changes one import, neither the parameters nor the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from matplotlib.figure import Figure
+from scipy.stats import rankdata
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.transforms import AddSelfLoops, NormalizeFeatures
+from tqdm import tqdm
+
+import datasets
+import graphattn.nn
+
+LAYERS = {
+    "graphattn": graphattn.nn.TransformerConv,
+    "pyg": torch_geometric.nn.TransformerConv,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyper-parameters, chosen by validation score."""
+
+    layers: int = 2
+    heads: int = 8
+    channels: int = 8  # per head
+    root_weight: bool = False  # add a linear map of the node itself to what it attends to
+    norm: bool = False  # batch normalisation after every hidden layer
+    dropout: float = 0.6  # of features
+    attention_dropout: float = 0.6
+    lr: float = 0.01
+    weight_decay: float = 1e-3
+    epochs: int = 1000
+    patience: int = 100  # epochs without a better validation score or loss
+    normalize_features: bool = False  # rows sum to 1
+    metric: str = "accuracy"
+
+
+SETTINGS = {
+    "digits": Settings(dropout=0.3, attention_dropout=0.3, weight_decay=5e-4, epochs=200, patience=50),
+    "Cora": Settings(normalize_features=True),
+    "CiteSeer": Settings(normalize_features=True),
+    "PubMed": Settings(normalize_features=True),
+    "Minesweeper": Settings(
+        layers=10,
+        root_weight=True,
+        norm=True,
+        dropout=0.2,
+        attention_dropout=0.0,
+        weight_decay=0.0,
+        patience=200,
+        metric="ROC AUC",
+    ),
+    "Tolokers": Settings(
+        layers=3,
+        root_weight=True,
+        norm=True,
+        dropout=0.2,
+        attention_dropout=0.1,
+        weight_decay=0.0,
+        metric="ROC AUC",
+    ),
+    "Computers": Settings(root_weight=True, norm=True, dropout=0.5, attention_dropout=0.1, weight_decay=5e-5),
+    "Photo": Settings(root_weight=True, norm=True, dropout=0.5, attention_dropout=0.1, weight_decay=5e-5),
+}
+
+
+class NodeClassifier(torch.nn.Module):
+    """`settings.layers` attention layers, the last of which gives the class scores."""
+
+    def __init__(self, layer: str, in_channels: int, num_classes: int, settings: Settings):
+        super().__init__()
+        conv, hidden = LAYERS[layer], settings.heads * settings.channels
+        options = {"dropout": settings.attention_dropout, "root_weight": settings.root_weight}
+        widths = [in_channels] + [hidden] * (settings.layers - 1)
+        self.convs = torch.nn.ModuleList(
+            conv(width, settings.channels, settings.heads, **options) for width in widths[:-1]
+        )
+        self.convs.append(conv(widths[-1], num_classes, **options))
+        self.norms = torch.nn.ModuleList(
+            torch.nn.BatchNorm1d(hidden) if settings.norm else torch.nn.Identity() for _ in widths[1:]
+        )
+        self.dropout = settings.dropout
+        for conv in self.convs:  # all scores start at 0: attention begins as the mean over the neighbours
+            torch.nn.init.zeros_(conv.lin_query.weight)
+            torch.nn.init.zeros_(conv.lin_query.bias)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms):  # one norm less than convs: this leaves out the last
+            x = F.dropout(x, self.dropout, self.training)
+            x = F.elu(norm(conv(x, edge_index)))
+        x = F.dropout(x, self.dropout, self.training)
+        return self.convs[-1](x, edge_index)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: the model at its best validation epoch, its scores, a row of history per epoch."""
+
+    model: NodeClassifier
+    val: float
+    test: float
+    history: list[dict[str, float]]
+
+
+def prepare(data: Data, settings: Settings) -> Data:
+    """Let every node attend to itself as well, and scale the features if the settings say so."""
+    data = AddSelfLoops()(data)
+    return NormalizeFeatures()(data) if settings.normalize_features else data
+
+
+def with_split(data: Data, number: int) -> Data:
+    """Pick one split of a data set that comes with several (masks `[nodes, splits]`)."""
+    data = copy.copy(data)
+    for name in ("train_mask", "val_mask", "test_mask"):
+        if data[name].dim() == 2:
+            data[name] = data[name][:, number % data[name].size(1)]
+    return data
+
+
+def score(logits: Tensor, y: Tensor, metric: str) -> float:
+    """Return the accuracy, or the ROC AUC: the share of pairs of both classes that are ranked rightly."""
+    if metric == "accuracy":
+        return (logits.argmax(1) == y).float().mean().item()
+    positive = y.numpy() == 1
+    ranks = rankdata((logits[:, 1] - logits[:, 0]).numpy())
+    wins = ranks[positive].sum() - positive.sum() * (positive.sum() + 1) / 2
+    return float(wins / (positive.sum() * (~positive).sum()))
+
+
+def new_model(
+    layer: str, data: Data, settings: Settings, seed: int
+) -> tuple[NodeClassifier, torch.optim.Adam]:
+    torch.manual_seed(seed)
+    model = NodeClassifier(layer, data.num_features, int(data.y.max()) + 1, settings)
+    return model, torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+
+
+def one_epoch(model: NodeClassifier, optimizer: torch.optim.Adam, data: Data) -> tuple[float, Tensor]:
+    """Take one step on all training nodes; return the loss before it and the class scores after it."""
+    model.train()
+    optimizer.zero_grad()
+    logits = model(data.x, data.edge_index)
+    loss = F.cross_entropy(logits[data.train_mask], data.y[data.train_mask])
+    loss.backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        return loss.item(), model(data.x, data.edge_index)
+
+
+def train(layer: str, data: Data, settings: Settings, seed: int) -> Run:
+    """Train until the validation nodes stop getting better; the test nodes are looked at, never used."""
+    model, optimizer = new_model(layer, data, settings, seed)
+    history: list[dict[str, float]] = []
+    best, best_state, lowest_loss, waited = (-1.0, 0.0), model.state_dict(), float("inf"), 0
+    with tqdm(range(settings.epochs), desc=f"{layer}, seed {seed}", leave=False, disable=None) as bar:
+        for epoch in bar:
+            start = time.perf_counter()
+            loss, logits = one_epoch(model, optimizer, data)
+            seconds = time.perf_counter() - start
+
+            val_loss = F.cross_entropy(logits[data.val_mask], data.y[data.val_mask]).item()
+            val, test = (
+                score(logits[mask], data.y[mask], settings.metric) for mask in (data.val_mask, data.test_mask)
+            )
+            history.append({"loss": loss, "val_loss": val_loss, "val": val, "test": test, "seconds": seconds})
+            bar.set_postfix(loss=f"{loss:.3f}", val=f"{val:.3f}")
+
+            waited += 1
+            if (val, -val_loss) > best:  # of equal scores the one with the lower loss
+                best, best_epoch, waited = (val, -val_loss), epoch, 0
+                best_state = copy.deepcopy(model.state_dict())
+            if val_loss < lowest_loss:
+                lowest_loss, waited = val_loss, 0
+            if waited == settings.patience:
+                break
+    model.load_state_dict(best_state)
+    return Run(model, history[best_epoch]["val"], history[best_epoch]["test"], history)
+
+
+def seconds_per_epoch(data: Data, settings: Settings, rounds: int = 9) -> dict[str, list[float]]:
+    """Time epochs of all layers in turn, so that whatever else the machine does meets each of them alike."""
+    runs = {layer: new_model(layer, data, settings, seed=0) for layer in LAYERS}
+    seconds: dict[str, list[float]] = {layer: [] for layer in LAYERS}
+    for _ in range(rounds + 1):
+        for layer, (model, optimizer) in runs.items():
+            start = time.perf_counter()
+            one_epoch(model, optimizer, data)
+            seconds[layer].append(time.perf_counter() - start)
+    return {layer: times[1:] for layer, times in seconds.items()}  # the first round warms up
+
+
+def peak_memory(layer: str, data: Data, settings: Settings) -> float | None:
+    """Measure by how many MiB three epochs raise the memory of a new process that holds only the data.
+
+    None where the system has no /proc: a process's own peak is read there, as `getrusage` would also count
+    what the parent process held before.
+    """
+    if not Path("/proc/self/status").exists():
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "data.pt")
+        torch.save(data, path)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            return process.submit(_peak_memory_here, layer, path, settings).result()
+
+
+def _peak_memory_here(layer: str, path: Path, settings: Settings) -> float:
+    data = torch.load(path, weights_only=False)
+    first = data.subgraph(data.train_mask.nonzero()[:2, 0])  # two nodes: loads code, and hardly any memory
+    one_epoch(*new_model(layer, first, settings, seed=0), first)
+    before = _memory("VmRSS")
+    run = new_model(layer, data, settings, seed=0)
+    for _ in range(3):
+        one_epoch(*run, data)
+    return _memory("VmHWM") - before
+
+
+def _memory(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
+def draw(path: Path, title: str, run: Run, data: Data) -> None:
+    """Draw the training curves and, around one test node, the first layer's attention (mean over heads)."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    curves, around = figure.subplots(1, 2)
+    for name in ("loss", "val_loss", "val", "test"):
+        curves.plot([row[name] for row in run.history], label=name.replace("_", " "))
+    curves.set(title=title, xlabel="epoch", ylim=(0, None))
+    curves.legend()
+
+    run.model.eval()
+    with torch.no_grad():
+        _, (edge_index, weights) = run.model.convs[0](data.x, data.edge_index, return_attention_weights=True)
+    source, target = edge_index
+    # The test node with the most neighbours of other classes, of those with few enough neighbours to draw.
+    others = torch.bincount(target[data.y[source] != data.y[target]], minlength=data.num_nodes)
+    degree = torch.bincount(target, minlength=data.num_nodes)
+    node = int((others * data.test_mask * (degree <= 13)).argmax())
+    into = target == node
+
+    graph = nx.DiGraph()
+    graph.add_weighted_edges_from(
+        (j, node, weight) for j, weight in zip(source[into].tolist(), weights[into].mean(1).tolist())
+    )
+    own = graph.edges[node, node]["weight"]
+    graph.remove_edge(node, node)
+    neighbours = list(graph.predecessors(node))
+    position = {node: np.zeros(2), **nx.circular_layout(neighbours)}
+    share = {edge: graph.edges[edge]["weight"] for edge in graph.edges}
+    largest = max(share.values(), default=1.0)
+    nx.draw_networkx_nodes(
+        graph,
+        position,
+        ax=around,
+        node_size=500,
+        node_color=data.y[list(graph)].numpy(),
+        cmap="tab10",
+        vmax=9,
+        vmin=0,
+    )
+    nx.draw_networkx_edges(graph, position, ax=around, width=[8 * a / largest for a in share.values()])
+    nx.draw_networkx_labels(graph, position, {j: int(data.y[j]) for j in graph}, ax=around)
+    nx.draw_networkx_edge_labels(graph, position, {e: f"{a:.2f}" for e, a in share.items()}, ax=around)
+    around.set(title=f"what node {node} attends to: classes and weights ({own:.2f} to itself)")
+    around.margins(0.15)
+    around.axis("off")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the final table: scores of every seed, and the cost of an epoch."""
+
+    layer: str
+    val: list[float]
+    test: list[float]
+    seconds: float  # per epoch, median
+    memory: float | None  # peak, MiB; None: not measured
+
+
+def table(results: Sequence[Result], metric: str) -> str:
+    lines = [
+        f"{'layer':<10} {'validation ' + metric:>20} {'test ' + metric:>16} {'ms/epoch':>10} {'peak MiB':>9}"
+    ]
+    for row in results:
+        val, test = (f"{100 * np.mean(x):.2f} ± {100 * np.std(x):.2f}" for x in (row.val, row.test))
+        memory = "-" if row.memory is None else f"{row.memory:.0f}"
+        lines.append(f"{row.layer:<10} {val:>20} {test:>16} {1000 * row.seconds:>10.1f} {memory:>9}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Result]:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.node_classification", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--dataset", choices=datasets.NAMES, default="digits")
+    parser.add_argument(
+        "--root", type=Path, help="folder with the data (default: datasets/, downloaded to it)"
+    )
+    parser.add_argument("--layer", choices=LAYERS, default="graphattn")
+    parser.add_argument("--compare", action="store_true", help="run both layers; measure time and memory")
+    parser.add_argument("--epochs", type=int, help="at most that many (default: as set for the data set)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--out", type=Path, help="the figure (default: out/node_classification_DATASET.png)")
+    args = parser.parse_args(argv)
+    if args.seeds < 1 or (args.epochs is not None and args.epochs < 1):
+        parser.error("--seeds and --epochs must be at least 1")
+
+    settings = SETTINGS[args.dataset]
+    if args.epochs is not None:
+        settings = replace(settings, epochs=args.epochs)
+    try:
+        data = prepare(datasets.load(args.dataset, args.root), settings)
+    except (OSError, ValueError) as error:  # what it says is all there is to know
+        parser.exit(1, f"{error}\n")
+    print(f"{args.dataset}: {data.num_nodes} nodes, {data.num_edges} edges with self-loops, {settings}")
+
+    layers = list(LAYERS) if args.compare else [args.layer]
+    runs = {
+        layer: [
+            train(layer, with_split(data, seed), settings, seed)
+            for seed in range(args.seed, args.seed + args.seeds)
+        ]
+        for layer in layers
+    }
+    if args.compare:
+        seconds = seconds_per_epoch(with_split(data, 0), settings)
+        memory = {layer: peak_memory(layer, with_split(data, 0), settings) for layer in layers}
+    else:
+        seconds = {args.layer: [row["seconds"] for run in runs[args.layer] for row in run.history]}
+        memory = {args.layer: None}
+    results = [
+        Result(
+            layer,
+            [run.val for run in runs[layer]],
+            [run.test for run in runs[layer]],
+            float(np.median(seconds[layer])),
+            memory[layer],
+        )
+        for layer in layers
+    ]
+    print(f"\n{args.seeds} seeds, mean ± standard deviation, best epoch by validation")
+    print(table(results, settings.metric))
+    if args.compare:
+        ratio = np.median(np.divide(seconds["pyg"], seconds["graphattn"]))
+        print(f"An epoch takes PyG's layer {ratio:.2f} times as long (median over epochs run in turn).")
+
+    out = args.out or Path("out", f"node_classification_{args.dataset}.png")
+    draw(
+        out, f"{args.dataset}, {layers[0]}, seed {args.seed}", runs[layers[0]][0], with_split(data, args.seed)
+    )
+    print(f"Figure: {out}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The examples run as programs do, only smaller."""
+
+import os
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from matplotlib import image
+
+import datasets
+from examples import node_classification
+
+
+def test_digits_by_default(tmp_path, capsys):
+    figure = tmp_path / "new" / "digits.png"
+    (result,) = node_classification.main(["--epochs", "25", "--seeds", "2", "--out", str(figure)])
+    assert result.layer == "graphattn"
+    assert len(result.val) == len(result.test) == 2 and result.val[0] != result.val[1]
+    assert np.mean(result.test) > 0.93  # a tenth by guessing
+    assert result.seconds > 0
+    printed = capsys.readouterr().out
+    assert f"{100 * np.mean(result.test):.2f} ± {100 * np.std(result.test):.2f}" in printed
+    assert f"{100 * np.mean(result.val):.2f} ± {100 * np.std(result.val):.2f}" in printed
+    pixels = image.imread(figure)
+    assert pixels.shape[:2] == (540, 1320) and pixels.std() > 0.1
+
+
+def test_compare_runs_both_layers_on_the_same_seeds(tmp_path, capsys):
+    arguments = ["--epochs", "3", "--seed", "5", "--seeds", "1", "--out", str(tmp_path / "digits.png")]
+    ours, peer = node_classification.main([*arguments, "--compare"])
+    assert (ours.layer, peer.layer) == ("graphattn", "pyg")
+    assert ours.seconds > 0 and peer.seconds > 0
+    # Both layers start from the same parameters, only the dropped edges differ.
+    assert ours.test[0] == pytest.approx(peer.test[0], abs=0.1)
+    if os.path.exists("/proc/self/status"):
+        # PyG's layer holds at least a key and a value per edge in each of its two layers: 64 and 10 floats.
+        edges = datasets.digits().num_edges + 1797
+        assert peer.memory > 2 * edges * 74 * 4 / 2**20
+        assert 0 < ours.memory < peer.memory
+    printed = capsys.readouterr().out
+    assert "graphattn" in printed and "times as long" in printed
+
+    (alone,) = node_classification.main([*arguments, "--layer", "pyg"])
+    assert (alone.val, alone.test) == (peer.val, peer.test)
+
+
+@pytest.mark.parametrize("name", ["Cora", "Minesweeper", "Photo"])
+def test_real_data(name, tmp_path, capsys):
+    root = os.environ.get("GRAPHATTN_DATA")
+    if root is None:
+        pytest.skip("set GRAPHATTN_DATA to a folder with the real data")
+    epochs = {"Cora": "25", "Minesweeper": "3", "Photo": "3"}[name]
+    arguments = ["--dataset", name, "--root", root, "--epochs", epochs, "--seeds", "1"]
+    (result,) = node_classification.main([*arguments, "--out", str(tmp_path / "figure.png")])
+    chance = {"Cora": 0.302, "Minesweeper": 0.5, "Photo": 0.254}[name]  # the largest class; ROC AUC at random
+    assert chance < result.test[0] <= 1
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert f"{100 * result.test[0]:.2f} ± 0.00" in capsys.readouterr().out
+
+
+def test_early_stopping_keeps_the_best_epoch():
+    settings = node_classification.Settings(channels=2, heads=2, lr=0.05, epochs=80, patience=4)
+    data = node_classification.prepare(datasets.digits(), settings)
+    run = node_classification.train("pyg", data, settings, seed=0)
+    assert 4 < len(run.history) < 80
+    val = [row["val"] for row in run.history]
+    assert run.val == max(val)
+    # Neither the score nor the loss got better in the last 4 epochs, one of them did in the epoch before.
+    losses = [row["val_loss"] for row in run.history]
+    assert max(val[-4:]) <= max(val[:-4]) and min(losses[-4:]) > min(losses[:-4])
+    run.model.eval()
+    with torch.no_grad():
+        right = run.model(data.x, data.edge_index).argmax(1) == data.y
+    assert right[data.val_mask].float().mean().item() == run.val
+    assert right[data.test_mask].float().mean().item() == run.test
+
+
+def test_both_layers_give_the_same_scores():
+    settings = node_classification.SETTINGS["digits"]
+    data = node_classification.prepare(datasets.digits(), settings)
+    models = [
+        node_classification.new_model(layer, data, settings, seed=3)[0] for layer in ("graphattn", "pyg")
+    ]
+    with torch.no_grad():
+        for model in models:
+            for conv in model.convs:  # attention that is no plain mean
+                torch.nn.init.normal_(conv.lin_query.weight, generator=torch.Generator().manual_seed(0))
+        ours, peer = (model.eval()(data.x, data.edge_index) for model in models)
+    torch.testing.assert_close(ours, peer)
+
+
+def test_score():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (500,), generator=generator)
+    logits = torch.randn(500, 2, generator=generator).mul(4).round()  # with ties
+    margin = (logits[:, 1] - logits[:, 0]).numpy()
+    assert node_classification.score(logits, y, "ROC AUC") == pytest.approx(
+        sklearn.metrics.roc_auc_score(y.numpy(), margin), abs=1e-12
+    )
+    three = torch.tensor([[1.0, 0, 0], [0, 2, 1], [3, 0, 4], [0, 1, 0]])
+    assert node_classification.score(three, torch.tensor([0, 1, 2, 0]), "accuracy") == 0.75
+
+
+def test_splits_are_picked_by_number():
+    masks = torch.eye(4, dtype=torch.bool)[:, :3]
+    data = node_classification.Data(train_mask=masks, val_mask=masks.flip(1), test_mask=masks[:, 0])
+    picked = node_classification.with_split(data, 4)
+    assert torch.equal(picked.train_mask, masks[:, 1]) and torch.equal(picked.test_mask, masks[:, 0])
+    assert data.train_mask.shape == (4, 3)
+
+
+@pytest.mark.parametrize("wrong", [["--seeds", "0"], ["--epochs", "0"], ["--dataset", "cora"]])
+def test_wrong_arguments(wrong, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        node_classification.main(wrong)
+    assert stopped.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_missing_data_ends_with_one_line(tmp_path, monkeypatch, capsys):
+    raw = tmp_path / "planetoid/Cora/raw"
+    raw.mkdir(parents=True)
+    (raw / "ind.cora.x").touch()
+    with pytest.raises(SystemExit) as stopped:
+        node_classification.main(["--dataset", "Cora", "--root", str(tmp_path)])
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err
+    assert "ind.cora.tx" in error and str(raw) in error and "Traceback" not in error
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        node_classification.main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    for option in ("--dataset", "--root", "--layer", "--compare", "--epochs", "--seed", "--seeds", "--out"):
+        assert option in printed
