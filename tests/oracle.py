@@ -234,9 +234,9 @@ def oracle(precision: torch.dtype = torch.float64, keep: Tensor | None = None) -
 def assert_close_to_oracle(actual: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, name: str = ""):
     """error <= 3 * (error of a plain run in that dtype) + 2 * eps * max|exact|, in the maximum norm.
 
-    `plain` is the float32 run, rounded to `dtype`. Rounding errors are proportional to eps, so for float64 the
-    error of the float32 run is scaled down; and since float64 is the oracle's own precision, the two errors of
-    that size may add up.
+    `plain` is the float32 run, rounded to `dtype`. Rounding errors are proportional to eps, so for float64
+    the error of the float32 run is scaled down; and since float64 is the oracle's own precision, the two
+    errors of that size may add up.
     """
     assert actual.dtype == dtype, f"{name}: dtype {actual.dtype}, not {dtype}"
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
