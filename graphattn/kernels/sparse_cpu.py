@@ -123,22 +123,53 @@ def _dots(scores, width, own, own_heads, rows, offsets, row_heads, regular, coun
 
 
 @_function
-def _sums(sums, sum_heads, weights, width, rows, offsets, row_heads, count, heads, dim, lanes):
-    """sums[h] += Σ_e weights[e, h] · rows[offsets[e], h] for a block of edges."""
+def _sums(sums, sum_heads, weights, width, rows, offsets, row_heads, fresh, count, heads, dim, lanes):
+    """sums[h] += Σ_e weights[e, h] · rows[offsets[e], h] for a block of edges; fresh: sums[h] = ..."""
     even = dim - dim % literally(lanes)
-    for h in range(heads):
+    done = 0
+    if dim == lanes and lanes <= 16:  # four heads at a time: their sums fit the registers
+        for h in range(0, heads - 3, 4):
+            at = after(rows, offsets[0])
+            a = splat(weights[h], lanes) * load(at, row_heads[h], lanes)
+            b = splat(weights[h + 1], lanes) * load(at, row_heads[h + 1], lanes)
+            c = splat(weights[h + 2], lanes) * load(at, row_heads[h + 2], lanes)
+            d = splat(weights[h + 3], lanes) * load(at, row_heads[h + 3], lanes)
+            for e in range(1, count):
+                at = after(rows, offsets[e])
+                weight = after(weights, e * width + h)
+                a = a + splat(weight[0], lanes) * load(at, row_heads[h], lanes)
+                b = b + splat(weight[1], lanes) * load(at, row_heads[h + 1], lanes)
+                c = c + splat(weight[2], lanes) * load(at, row_heads[h + 2], lanes)
+                d = d + splat(weight[3], lanes) * load(at, row_heads[h + 3], lanes)
+            _put(sums, sum_heads[h], a, fresh, lanes)
+            _put(sums, sum_heads[h + 1], b, fresh, lanes)
+            _put(sums, sum_heads[h + 2], c, fresh, lanes)
+            _put(sums, sum_heads[h + 3], d, fresh, lanes)
+        done = heads - heads % 4
+    for h in range(done, heads):
         to = after(sums, sum_heads[h])
         head = after(rows, row_heads[h])
         for c in range(0, even, lanes):
             block = splat(weights[h], lanes) * load(head, offsets[0] + c, lanes)
             for e in range(1, count):
                 block = block + splat(weights[e * width + h], lanes) * load(head, offsets[e] + c, lanes)
-            store(to, c, load(to, c, lanes) + block)
+            _put(to, c, block, fresh, lanes)
         for c in range(even, dim):
             tail = weights[h] * head[offsets[0] + c]
             for e in range(1, count):
                 tail += weights[e * width + h] * head[offsets[e] + c]
-            to[c] += tail
+            if fresh:
+                to[c] = tail
+            else:
+                to[c] += tail
+
+
+@_inlined
+def _put(sums, at, block, fresh, lanes):
+    if fresh:
+        store(sums, at, block)
+    else:
+        store(sums, at, load(sums, at, literally(lanes)) + block)
 
 
 @_inlined
@@ -214,7 +245,8 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
 
     @_kernel
     def forward(
-        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_keys, key_row, value_row,
+        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit, starts, regular, num_keys, key_row, value_row,
         key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
         out_array, peak_array, norm_array, aggregate_array, logits_array,
     ):  # fmt: skip
@@ -222,11 +254,11 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
         Dv = dim if dim > 0 else value_dim
         dtype = query_array.dtype
         line = 64 // query_array.itemsize
-        one = splat(options.one, 8)
+        one = splat(unit, 8)
         zero = one - one
         lowest = splat(np.finfo(dtype).min, 8)
         tiny = splat(np.finfo(dtype).tiny, 8)
-        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
+        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
         width = (heads + 7) // 8 * 8
         scores = pointer(scratch)
         extra = after(scores, BLOCK * width)
@@ -241,33 +273,33 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
         edge_attr, edge_query = pointer(edge_attr_array), pointer(edge_query_array)
         out, aggregate = pointer(out_array), pointer(aggregate_array)
         peaks, norms, logits = pointer(peak_array), pointer(norm_array), pointer(logits_array)
-        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
         query_heads = pointer(starts)
         key_heads = after(query_heads, heads)
         out_heads = after(query_heads, 2 * heads)
         value_heads = after(query_heads, 3 * heads)
         feature_heads = after(query_heads, 4 * heads)
         shared = after(query_heads, 5 * heads)
-        biased, keep_logits = options.bias.size > 0, logits_array.size > 0
+        biased, keep_logits = biases.size > 0, logits_array.size > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
-                    i, begin, end = np.int64(s), rows.pointer[s], rows.pointer[s + 1]
+                    i, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
                     if end - begin > PIECE:
                         continue
                 else:
-                    i, begin, end = rows.pieces[s - num_rows]
+                    i, begin, end = pieces[s - num_rows]
                 single = end - begin <= BLOCK and s < num_rows
                 place = (b * num_rows + i) * heads
                 at = (b * (num_rows + num_pieces) + s) * heads
-                _clear(after(out, at * Dv), heads * Dv)
-                if F > 0:
+                if begin == end:
+                    _clear(after(out, at * Dv), heads * Dv)
                     _clear(after(aggregate, at * F), heads * F)
                 for h in range(0, width, 8):
                     store(peak, h, lowest)
                     store(norm, h, zero)
                 for first in range(begin, end, BLOCK):
-                    count = min(BLOCK, end - first)
+                    count, fresh = min(BLOCK, end - first), first == begin
                     edges = after(edge_id, first)
                     _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
                     _find(
@@ -290,12 +322,12 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                             scores, width, after(edge_query, place * F), feature_heads, edge_attr, shared, edges,
                             count, heads, F, feature_offsets, extra,
                         )  # fmt: skip
-                    factor = splat(options.scale, 8)
-                    if biased or options.softcap > 0:
+                    factor = splat(scale, 8)
+                    if biased or softcap > 0:
                         factor = one
                         _modify(
-                            scores, slopes, width, edges, count, heads, options.scale, options.softcap, options.one,
-                            bias, biased, options.bias_edge_step, options.bias_head_step,
+                            scores, slopes, width, edges, count, heads, scale, softcap, unit,
+                            bias, biased, bias_edge_step, bias_head_step,
                         )  # fmt: skip
                     for h in range(0, width, 8):
                         old = load(peak, h, 8)
@@ -323,22 +355,22 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                             inverse = one / maximum(tiny, block)
                             for e in range(count):
                                 store(scores, e * width + h, load(scores, e * width + h, 8) * inverse)
-                    if first > begin:
+                    if not fresh:
                         _scale_row(after(out, at * Dv), heads, Dv, change)
                         _scale_row(after(aggregate, at * F), heads, F, change)
-                    if options.drop_below > 0:
+                    if drop_below > 0:
                         _drop(
-                            scores, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                            options.kept,
+                            scores, width, edges, b * num_edges, count, heads, seed, drop_below,
+                            kept_factor,
                         )  # fmt: skip
                     _sums(
-                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, count, heads,
+                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, fresh, count, heads,
                         Dv, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
                             after(aggregate, at * F), feature_heads, scores, width, edge_attr, feature_offsets, shared,
-                            count, heads, F, 8,
+                            fresh, count, heads, F, 8,
                         )  # fmt: skip
                 for h in range(heads):
                     peaks[at + h] = peak[h]
@@ -358,7 +390,8 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
 
     @_kernel
     def backward_query(
-        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_keys, key_row, value_row,
+        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit, starts, regular, num_keys, key_row, value_row,
         key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
         out_array, lse_array, aggregate_array,
         grad_out_array, grad_lse_array, grad_aggregate_array, grad_weights_array,
@@ -367,9 +400,9 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
         line = 64 // query_array.itemsize
-        one = splat(options.one, 8)
-        scale = splat(options.scale, 8)
-        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
+        one = splat(unit, 8)
+        scales = splat(scale, 8)
+        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
         width = (heads + 7) // 8 * 8
         scores = pointer(scratch)
         grads = after(scores, BLOCK * width)
@@ -389,21 +422,21 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
         stats, grad_query = pointer(stats_array), pointer(grad_query_array)
         grad_edge_query, grad_bias = pointer(grad_edge_query_array), pointer(grad_bias_array)
         grad_edge_attr, pairs = pointer(grad_edge_attr_array), pointer(pairs_array)
-        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
         query_heads = pointer(starts)
         key_heads = after(query_heads, heads)
         out_heads = after(query_heads, 2 * heads)
         value_heads = after(query_heads, 3 * heads)
         feature_heads = after(query_heads, 4 * heads)
         shared = after(query_heads, 5 * heads)
-        biased, through_weights = options.bias.size > 0, grad_weights_array.size > 0
-        bias_trained, dropping = grad_bias_array.size > 0, options.drop_below > 0
+        biased, through_weights = biases.size > 0, grad_weights_array.size > 0
+        bias_trained, dropping = grad_bias_array.size > 0, drop_below > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
-                    i, begin, end = np.int64(s), rows.pointer[s], rows.pointer[s + 1]
+                    i, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
                 else:
-                    i, begin, end = rows.pieces[s - num_rows]
+                    i, begin, end = pieces[s - num_rows]
                 place = (b * num_rows + i) * heads
                 here[0] = 0
                 _dots(
@@ -431,11 +464,11 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                     if end - begin > PIECE:
                         continue
                 at = (b * (num_rows + num_pieces) + s) * heads
-                _clear(after(grad_query, at * D), heads * D)
-                if F > 0:
+                if begin == end:
+                    _clear(after(grad_query, at * D), heads * D)
                     _clear(after(grad_edge_query, at * F), heads * F)
                 for first in range(begin, end, BLOCK):
-                    count = min(BLOCK, end - first)
+                    count, fresh = min(BLOCK, end - first), first == begin
                     edges = after(edge_id, first)
                     _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
                     _find(
@@ -466,12 +499,12 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                             grads, width, after(grad_aggregate, place * F), feature_heads, edge_attr, shared, edges,
                             count, heads, F, feature_offsets, extra,
                         )  # fmt: skip
-                    factor = scale
-                    if biased or options.softcap > 0:
+                    factor = scales
+                    if biased or softcap > 0:
                         factor = one
                         _modify(
-                            scores, slopes, width, edges, count, heads, options.scale, options.softcap, options.one,
-                            bias, biased, options.bias_edge_step, options.bias_head_step,
+                            scores, slopes, width, edges, count, heads, scale, softcap, unit,
+                            bias, biased, bias_edge_step, bias_head_step,
                         )  # fmt: skip
                     for h in range(0, width, 8):
                         for e in range(count):
@@ -480,8 +513,8 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                             store(kept, e * width + h, p)
                     if dropping:
                         _drop(
-                            grads, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                            options.kept,
+                            grads, width, edges, b * num_edges, count, heads, seed, drop_below,
+                            kept_factor,
                         )  # fmt: skip
                     if through_weights:
                         for e in range(count):
@@ -498,20 +531,20 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                             for h in range(heads):
                                 grad_bias[edges[e] * heads + h] += grads[e * width + h]
                     for f in range(0, count * width, 8):
-                        store(grads, f, load(grads, f, 8) * load(slopes, f, 8) * scale)
+                        store(grads, f, load(grads, f, 8) * load(slopes, f, 8) * scales)
                     _sums(
-                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, count, heads,
+                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, fresh, count, heads,
                         D, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
                             after(grad_edge_query, at * F), feature_heads, grads, width, edge_attr, feature_offsets,
-                            shared, count, heads, F, 8,
+                            shared, fresh, count, heads, F, 8,
                         )  # fmt: skip
                         if dropping:
                             _drop(
-                                kept, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                                options.kept,
+                                kept, width, edges, b * num_edges, count, heads, seed, drop_below,
+                                kept_factor,
                             )  # fmt: skip
                         _feature_grads(
                             grad_edge_attr, pairs, kept, grads, width, edges, count, heads, F,
@@ -548,16 +581,17 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
 
     @_kernel
     def backward_key(
-        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_queries, key_row, value_row,
+        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit, starts, regular, num_queries, key_row, value_row,
         key_dim, value_dim, query_array, key_array, value_array, grad_out_array, grad_weights_array,
         stats_array, pairs_array, grad_key_array, grad_value_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
         line = 64 // query_array.itemsize
-        one = splat(options.one, 8)
-        scale = splat(options.scale, 8)
-        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
+        one = splat(unit, 8)
+        scales = splat(scale, 8)
+        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
         width = (heads + 7) // 8 * 8
         scores = pointer(scratch)
         grads = after(scores, BLOCK * width)
@@ -569,27 +603,28 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
         grad_out, grad_weights = pointer(grad_out_array), pointer(grad_weights_array)
         stats, pairs = pointer(stats_array), pointer(pairs_array)
         grad_key, grad_value = pointer(grad_key_array), pointer(grad_value_array)
-        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
         query_heads = pointer(starts)
         key_heads = after(query_heads, heads)
         out_heads = after(query_heads, 2 * heads)
         value_heads = after(query_heads, 3 * heads)
-        biased, through_weights = options.bias.size > 0, grad_weights_array.size > 0
-        stored, dropping = pairs_array.size > 0, options.drop_below > 0
+        biased, through_weights = biases.size > 0, grad_weights_array.size > 0
+        stored, dropping = pairs_array.size > 0, drop_below > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
-                    j, begin, end = np.int64(s), rows.pointer[s], rows.pointer[s + 1]
+                    j, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
                     if end - begin > PIECE:
                         continue
                 else:
-                    j, begin, end = rows.pieces[s - num_rows]
+                    j, begin, end = pieces[s - num_rows]
                 at = b * (num_rows + num_pieces) + s
                 place = b * num_rows + j
-                _clear(after(grad_key, at * key_row), key_row)
-                _clear(after(grad_value, at * value_row), value_row)
+                if begin == end or not regular:
+                    _clear(after(grad_key, at * key_row), key_row)
+                    _clear(after(grad_value, at * value_row), value_row)
                 for first in range(begin, end, BLOCK):
-                    count = min(BLOCK, end - first)
+                    count, fresh = min(BLOCK, end - first), first == begin and regular
                     edges = after(edge_id, first)
                     base, last = b * num_queries, num_edges - 1
                     _find(query_offsets, other, first, count, last, base, heads * D, query, line)
@@ -610,17 +645,17 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                             grads, width, after(value, place * value_row), value_heads, grad_out, out_offsets,
                             out_heads, regular, count, heads, Dv, lanes,
                         )  # fmt: skip
-                        factor = scale
-                        if biased or options.softcap > 0:
+                        factor = scales
+                        if biased or softcap > 0:
                             factor = one
                             _modify(
-                                scores, slopes, width, edges, count, heads, options.scale, options.softcap,
-                                options.one, bias, biased, options.bias_edge_step, options.bias_head_step,
+                                scores, slopes, width, edges, count, heads, scale, softcap,
+                                unit, bias, biased, bias_edge_step, bias_head_step,
                             )  # fmt: skip
                         if dropping:
                             _drop(
-                                grads, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                                options.kept,
+                                grads, width, edges, b * num_edges, count, heads, seed, drop_below,
+                                kept_factor,
                             )  # fmt: skip
                         if through_weights:
                             for e in range(count):
@@ -635,19 +670,19 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                                 p = exp(load(scores, f, 8) * factor - load(stat, h, 8))
                                 grad = p * (load(grads, f, 8) - load(stat, width + h, 8))
                                 store(scores, f, p)
-                                store(grads, f, grad * load(slopes, f, 8) * scale)
+                                store(grads, f, grad * load(slopes, f, 8) * scales)
                         if dropping:
                             _drop(
-                                scores, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                                options.kept,
+                                scores, width, edges, b * num_edges, count, heads, seed, drop_below,
+                                kept_factor,
                             )  # fmt: skip
                     _sums(
                         after(grad_value, at * value_row), value_heads, scores, width, grad_out, out_offsets,
-                        out_heads, count, heads, Dv, lanes,
+                        out_heads, fresh, count, heads, Dv, lanes,
                     )  # fmt: skip
                     _sums(
                         after(grad_key, at * key_row), key_heads, grads, width, query, query_offsets, query_heads,
-                        count, heads, D, lanes,
+                        fresh, count, heads, D, lanes,
                     )  # fmt: skip
 
     return backward_key
@@ -682,7 +717,7 @@ def _run(
         scratch = np.ones((5 * BLOCK + 3) * (-(-heads // 8) * 8), options.scale.dtype)
         offsets = np.empty(3 * BLOCK + 1, np.int64)
         for job in remaining:
-            kernel(*job, scratch, offsets, rows, options, heads, *arguments)
+            kernel(*job, scratch, offsets, heads, *rows, *options, *arguments)
 
     others = min(torch.get_num_threads(), len(jobs)) - 1
     if others < 1:
