@@ -115,7 +115,7 @@ def gather_bandwidth(edge_index: Tensor, num_nodes: int, width: int, *, threads:
     """
     order = edge_index[1].argsort(stable=True)
     index = edge_index[0, order].int().numpy()
-    first, second = np.ones((2, num_nodes, width), dtype=np.float32)
+    first, second = torch.ones(2, num_nodes, width).numpy()  # torch's allocator: the same kind of pages
     ends = np.linspace(0, len(index), threads + 1).astype(np.int64)
     _sum_rows(index, first, second, 0, 1)
 

@@ -1,10 +1,11 @@
 """Measures the operator and the layer beside their peers and appends the rows to a CSV.
 
-    python -m benchmarks.run                              every case, 8 heads of 16, all modes
-    python -m benchmarks.run --dims 8x8 4x64 1x128 --mode forward forward+backward
-    python -m benchmarks.run --threads 1 --provider graphattn pyg_compiled_1t      time per core
-    python -m benchmarks.run --case large --dims 4x16 --mode layer                 100 million edges
+    python -m benchmarks.run                              every case, 8 heads of 16, all modes: 25 minutes
+    python -m benchmarks.run --dims 8x8 4x64 1x128 --mode forward forward+backward               35 minutes
+    python -m benchmarks.run --threads 1 --provider graphattn pyg_compiled_1t   time per core, 15 minutes
+    python -m benchmarks.run --case large --dims 4x16 --mode layer              100 million edges, 5 minutes
 
+(estimates for two otherwise idle cores; most of it is compiling and waiting for the peers).
 A configuration is a case, a shape, a mode and a number of threads. Its providers run in one process and must
 first agree with graphattn in the output and in every gradient; if one does not, the configuration gets no
 number and the command fails. Ratios are graphattn's time over the provider's, the median over rounds in which
@@ -58,6 +59,7 @@ EDGE_FEATURES = 16
 TOLERANCE = 5e-5
 RESULTS = Path(__file__).parent / "results" / "sparse_cpu.csv"
 BASELINE = next(iter(PROVIDERS))
+ALONE = "no peer to agree with"
 
 COLUMNS = (
     "case",
@@ -179,7 +181,7 @@ def measure(
             rows[name]["note"] = rows[name]["note"] or f"disagreement: see {', '.join(wrong)}"
         return list(rows.values())
     if len(steps) == 1:
-        rows[BASELINE]["note"] = "no peer to agree with"
+        rows[BASELINE]["note"] = ALONE
 
     reference = ()
     for name, step in steps.items():

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.run import BASELINE, MODES, RESULTS, read_rows
+from benchmarks.run import ALONE, BASELINE, MODES, RESULTS, read_rows
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -64,6 +64,7 @@ def tables(rows: list[dict[str, str]]) -> str:
             parts.append(f"{title}\n\n{mode_table(chosen)}")
     title = "**Time over that of the strongest peer, every shape**: least and greatest over the graphs"
     parts.append(f"{title}\n\n{shape_table(rows)}")
+    parts += [_alone(row) for row in rows if row["note"] == ALONE]
     return "\n\n".join(parts)
 
 
@@ -93,13 +94,14 @@ def mode_table(rows: list[dict[str, str]]) -> str:
 def shape_table(rows: list[dict[str, str]]) -> str:
     """One line per number of threads and shape; on one thread the CPU time is compared."""
     lines = []
-    for threads, heads, dim in dict.fromkeys((r["threads"], r["heads"], r["dim"]) for r in rows):
+    compared = [row for row in rows if row["note"] != ALONE]
+    for threads, heads, dim in dict.fromkeys((r["threads"], r["heads"], r["dim"]) for r in compared):
         cells = [f"{threads} (CPU time)" if threads == "1" else threads, f"{heads} × {dim}"]
         for mode in MODES:
             ratios = []
             chosen = [
                 r
-                for r in rows
+                for r in compared
                 if (r["threads"], r["heads"], r["dim"], r["mode"]) == (threads, heads, dim, mode)
             ]
             for case in dict.fromkeys(row["case"] for row in chosen):
@@ -109,6 +111,16 @@ def shape_table(rows: list[dict[str, str]]) -> str:
             cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
         lines.append(cells)
     return _markdown(["threads", "heads × dim", *MODES], lines)
+
+
+def _alone(row: dict[str, str]) -> str:
+    """A sentence on what no peer could hold in memory."""
+    return (
+        f"**{TITLES[row['mode']]}** on {int(row['nodes']):,} nodes and {int(row['edges']):,} edges, "
+        f"{row['heads']} heads of {row['dim']}, {row['threads']} threads: "
+        f"{float(row['ms']) / 1e3:.1f} s a call; the whole process peaks at "
+        f"{float(row['peak_mb']) / 1e3:.1f} GB, graph building included. No peer fits in memory."
+    )
 
 
 def strongest(rows: dict[str, dict[str, str]], column: str = "ratio") -> float | None:

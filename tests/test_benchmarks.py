@@ -178,7 +178,10 @@ def test_tables_show_the_stronger_compiled_peer_and_the_strongest_of_all():
         row("a", "graphattn", "9", "1", threads="1"),
         row("a", "pyg", "9", "1", threads="1", cpu_ratio="0.7"),
     ]
-    assert "| 1 (CPU time) | 8 × 16 | 0.70 to 0.70 |" in tables.tables(rows + one)
+    alone = row("huge", "graphattn", "12345", "1", heads="4", peak_mb="15260", note=run.ALONE)
+    assert "12.3 s a call; the whole process peaks at 15.3 GB" in tables.tables([*rows, alone])
+    assert "4 × 16" not in tables.shape_table([*rows[:4], alone])
+    assert "| 1 (CPU time) | 8 × 16 | 0.70 to 0.70 |" in tables.tables([*rows, *one])
 
 
 def test_tables_go_between_the_markers_only():

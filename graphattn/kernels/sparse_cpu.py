@@ -92,20 +92,20 @@ def _dots(scores, width, own, own_heads, rows, offsets, row_heads, regular, coun
 
     Heads start at own_heads[h] and row_heads[h]; regular: both are h * dim.
     """
-    if regular and heads % 8 == 0 and dim % literally(lanes) == 0:
+    if regular and heads % 8 == 0 and dim == literally(lanes):
         for e in range(count):
             for h in range(0, heads, 8):
-                a = after(own, h * dim)
-                b = after(rows, offsets[e] + h * dim)
+                a = after(own, h * lanes)
+                b = after(rows, offsets[e] + h * lanes)
                 eight = totals(
-                    _products(a, b, dim, lanes),
-                    _products(after(a, dim), after(b, dim), dim, lanes),
-                    _products(after(a, 2 * dim), after(b, 2 * dim), dim, lanes),
-                    _products(after(a, 3 * dim), after(b, 3 * dim), dim, lanes),
-                    _products(after(a, 4 * dim), after(b, 4 * dim), dim, lanes),
-                    _products(after(a, 5 * dim), after(b, 5 * dim), dim, lanes),
-                    _products(after(a, 6 * dim), after(b, 6 * dim), dim, lanes),
-                    _products(after(a, 7 * dim), after(b, 7 * dim), dim, lanes),
+                    load(a, 0, lanes) * load(b, 0, lanes),
+                    load(a, lanes, lanes) * load(b, lanes, lanes),
+                    load(a, 2 * lanes, lanes) * load(b, 2 * lanes, lanes),
+                    load(a, 3 * lanes, lanes) * load(b, 3 * lanes, lanes),
+                    load(a, 4 * lanes, lanes) * load(b, 4 * lanes, lanes),
+                    load(a, 5 * lanes, lanes) * load(b, 5 * lanes, lanes),
+                    load(a, 6 * lanes, lanes) * load(b, 6 * lanes, lanes),
+                    load(a, 7 * lanes, lanes) * load(b, 7 * lanes, lanes),
                 )
                 store(scores, e * width + h, eight)
     else:
