@@ -39,7 +39,7 @@ def test_imports_follow_the_contracts():
 
 
 def test_works_without_optional_packages():
-    blocked = ("triton", "matplotlib", "transformers", "sklearn", "tqdm", "torch_sparse", "pyg_lib")
+    blocked = ("triton", "matplotlib", "transformers", "sklearn", "torch_sparse", "pyg_lib")
     python(f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n{ATTEND}")
 
 
