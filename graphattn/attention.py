@@ -283,7 +283,7 @@ def _check_shapes(query, key, value, graph, bias, edge_attr, edge_projection, re
 def _number(name: str, x: float, above: float = -math.inf) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {type(x).__name__}.")
-    if not (math.isfinite(x) and x > above):
+    if not above < x < math.inf:
         raise ValueError(
             f"`{name}` must be finite{f' and above {above:g}' if above > -math.inf else ''}, got {x}."
         )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 2**31  # node and edge numbers are int32
 _THREAD_EDGES = 50_000  # below this a second thread costs more than it saves
+_CACHED_EDGES = 2**18  # an edge list below this stays in the cache while it is sorted
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -79,7 +80,7 @@ class Graph:
     def to_networkx(self) -> networkx.MultiDiGraph:
         """The edges as a `networkx.MultiDiGraph` on nodes `0..n-1`, directed key → query.
 
-        The networkx key of an edge is its number in `to_edge_index()`, so `G.edges(keys=True)` finds its weight.
+        The networkx key of an edge is its number in `to_edge_index()`, with which to find its weight.
 
         Raises:
             ValueError: keys and queries are not the same nodes (`num_keys != num_queries`).
@@ -93,7 +94,8 @@ class Graph:
             )
         G = networkx.MultiDiGraph()
         G.add_nodes_from(range(self.num_queries))
-        G.add_edges_from((j, i, e) for e, (j, i) in enumerate(self.to_edge_index().t().tolist()))
+        for e, (j, i) in enumerate(self.to_edge_index().t().tolist()):
+            G.add_edge(j, i, key=e)
         return G
 
     def __repr__(self) -> str:
@@ -108,10 +110,9 @@ class Graph:
 class SparseGraph(Graph):
     """Any set of edges, stored grouped by query (CSR) and grouped by key (its transpose).
 
-    Build one with `from_edge_index`, `from_csr`, `from_mask`, `from_networkx`, `from_scipy` or `as_graph`; they
-    check every id, the plain constructor checks nothing. Edge tensors (bias, edge features, attention weights)
-    have one row per edge in the caller's order, the order of `to_edge_index()`.
-    Memory: 16 bytes an edge and 8 bytes a node and side.
+    Build one with `as_graph` or a `from_` method, which check every id; the plain constructor checks nothing.
+    Edge tensors (bias, edge features, attention weights) have one row per edge, in the caller's order, which
+    is the order of `to_edge_index()`. Memory: 16 bytes for each edge, 8 for each key and each query.
 
     Args:
         rowptr: int64 `[num_queries + 1]`; the edges of query i are the positions `rowptr[i]:rowptr[i + 1]`.
@@ -145,24 +146,24 @@ class SparseGraph(Graph):
     ) -> SparseGraph:
         """Graph of an `edge_index`: edge e goes from key `edge_index[0, e]` to query `edge_index[1, e]`.
 
-        Two stable counting sorts, O(E + N). The tensor is copied: later writes to it change nothing. This is the
-        one constructor that also works inside compiled or exported code, there with `num_nodes` or `size` given;
-        the ids are then checked when the code runs.
+        Two stable counting sorts, O(E + N). The tensor is copied: later writes to it change nothing. This is
+        the one constructor that also works inside compiled or exported code, there with `num_nodes` or `size`
+        given; the ids are then checked when the code runs.
 
         Args:
-            edge_index: integer `[2, E]`, any order and strides, parallel edges and self-loops kept. A `[2, 2]`
-                tensor is read as this, never as two (source, target) rows.
-            num_nodes: number of nodes when keys and queries are the same nodes; the highest id + 1 by default,
-                which loses isolated nodes at the end.
+            edge_index: integer `[2, E]` or PyG `EdgeIndex`, in any order; parallel edges and self-loops are
+                kept. A `[2, 2]` tensor is read as this, never as two (source, target) rows.
+            num_nodes: number of nodes when keys and queries are the same nodes. By default what an
+                `EdgeIndex` says, else the highest id + 1, which loses isolated nodes at the end.
             size: `(num_keys, num_queries)` of a bipartite graph, instead of `num_nodes`.
 
         Returns:
             The graph, its edges in the order of `edge_index`.
 
         Raises:
-            ValueError: `edge_index` has another shape or is not of integer type; `num_nodes` or `size` is negative,
-                given twice, or 2**31 or more.
-            TypeError: `num_nodes` or an entry of `size` is not an int.
+            ValueError: `edge_index` has another shape or is not of integer type; sizes are negative, 2**31 or
+                more, or disagree.
+            TypeError: `edge_index` is not a tensor, `num_nodes` or an entry of `size` not an int.
             IndexError: an id is outside `[0, num_keys)` or `[0, num_queries)`.
 
         Example:
@@ -187,11 +188,12 @@ class SparseGraph(Graph):
             The graph, its edges in CSR order: edge e has key `col[e]`.
 
         Raises:
-            ValueError: a shape or dtype is wrong, or `rowptr` does not run from 0 to `len(col)` without falling.
+            ValueError: a shape or dtype is wrong, or `rowptr` does not rise from 0 to `len(col)`.
             IndexError: an id in `col` is outside `[0, num_keys)`.
 
         Example:
-            >>> SparseGraph.from_csr(torch.tensor([0, 2, 2, 3]), torch.tensor([2, 1, 0])).to_edge_index().tolist()
+            >>> graph = SparseGraph.from_csr(torch.tensor([0, 2, 2, 3]), torch.tensor([2, 1, 0]))
+            >>> graph.to_edge_index().tolist()
             [[2, 1, 0], [0, 0, 2]]
         """
         queries = _rows_of(rowptr, col, "rowptr", "col")
@@ -230,13 +232,13 @@ class SparseGraph(Graph):
     def from_networkx(G: networkx.Graph, nodelist: Sequence | None = None) -> SparseGraph:
         """Graph of a networkx graph: an edge u → v lets v attend to u; an undirected edge counts both ways.
 
-        Node names may be anything; node and edge attributes are not looked at. Parallel edges of a multigraph are
-        kept, an undirected self-loop is one edge.
+        Node names may be anything; node and edge attributes are not looked at. Parallel edges of a multigraph
+        are kept, an undirected self-loop is one edge.
 
         Args:
             G: any networkx graph, directed or not, multi or not.
-            nodelist: the nodes in the order of their ids, `list(G)` by default. Nodes left out take their edges
-                with them.
+            nodelist: the nodes in the order of their ids, `list(G)` by default. Nodes left out take their
+                edges with them.
 
         Returns:
             The graph, its edges in the order of `G.to_directed().edges()`, as in PyG's `from_networkx`.
@@ -349,21 +351,20 @@ def as_graph(
 ) -> Graph:
     """The graph that `x` stands for: a Graph, an `edge_index`, a sparse adjacency or a PyG `Data`.
 
-    The graph of an `edge_index` tensor is kept as long as the tensor lives and handed out again while the tensor
-    is passed unmodified with the same sizes and flow, so that layers sort the edges once. Writes that autograd
-    does not see (through `.data` or NumPy) are not noticed; nothing is kept for inference tensors and inside
-    compiled code.
+    The graph of an `edge_index` tensor is kept as long as the tensor lives and handed out again while the
+    same tensor comes unmodified, with the same sizes and flow, so that layers sort the edges once. Writes
+    that autograd does not see (through `.data` or NumPy) are not noticed. Nothing is kept for inference
+    tensors and inside compiled code.
 
     Args:
         x: one of
             a Graph, returned as it is;
-            an integer `edge_index` `[2, E]` or PyG `EdgeIndex`, edges in its order, sizes of the `EdgeIndex` kept;
+            an `edge_index` or PyG `EdgeIndex`, as in `SparseGraph.from_edge_index`;
             a `torch.sparse` COO, CSR or CSC tensor or `torch_sparse.SparseTensor` adjacency, rows = queries
             (PyG's `adj_t`): every stored entry is an edge, in the order of the stored values;
             a PyG `Data` with `edge_index` or `adj_t`.
         num_nodes: number of nodes, when keys and queries are the same.
-        size: `(num_keys, num_queries)`, instead of `num_nodes`. Without either an `edge_index` has the highest
-            id + 1 nodes.
+        size: `(num_keys, num_queries)`, instead of `num_nodes`. Neither is needed where `x` knows its sizes.
         flow: `"target_to_source"` reads an `edge_index` backwards, as in PyG: row 0 holds the queries.
 
     Returns:
@@ -389,19 +390,20 @@ def as_graph(
         return _reused(x, _given_size(num_nodes, size), backwards)
 
     from torch_geometric.data import Data
-    from torch_geometric.typing import SparseTensor
+    from torch_geometric.typing import SparseTensor  # pyright: ignore[reportAttributeAccessIssue]
 
     if isinstance(x, Data):
-        if num_nodes is None and size is None:
-            num_nodes = x.num_nodes
         adjacency = x.edge_index if x.edge_index is not None else x.get("adj_t")
         if adjacency is None:
             raise ValueError(f"`Data` must hold `edge_index` or `adj_t`, got {x}.")
+        if num_nodes is None and size is None:
+            num_nodes = x.num_nodes
         return as_graph(adjacency, num_nodes=num_nodes, size=size, flow=flow)
     if not isinstance(x, (Graph, Tensor, SparseTensor)):
         raise TypeError(
             "A graph must be a Graph, an `edge_index` tensor, an EdgeIndex, a torch.sparse or SparseTensor"
-            f" adjacency or a PyG Data, got {type(x).__name__}. SparseGraph.from_* read masks, networkx and SciPy."
+            f" adjacency or a Data, got {type(x).__name__}."
+            " For others see SparseGraph.from_csr, from_mask, from_networkx and from_scipy."
         )
     if backwards:
         raise ValueError(
@@ -446,9 +448,10 @@ def union(*graphs: Graph) -> SparseGraph:
 def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
     """Random sparse graph that joins all nodes in few steps: the union of `degree / 2` random cycles.
 
-    Symmetric, no self-loops, no parallel edges; connected from degree 2 on. Cycles that share an edge leave their
-    nodes below `degree`; an odd degree adds a random matching. Complete when `num_nodes <= degree + 1`. The
-    long-range edges of Exphormer (Shirzad et al., 2023); the random cycles are near-Ramanujan (Friedman, 2008).
+    Symmetric, no self-loops, no parallel edges; connected from degree 2 on. Where cycles share an edge, its
+    nodes have fewer than `degree` keys; an odd degree adds a random matching. Complete when
+    `num_nodes <= degree + 1`. These are the long-range edges of Exphormer (Shirzad et al., 2023); a union of
+    random cycles is an expander with high probability (Friedman, 2008).
 
     Args:
         num_nodes: number of nodes.
@@ -484,8 +487,8 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
 def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence[int]) -> SparseGraph:
     """Graph in which `global_nodes` attend to all nodes and all nodes attend to them.
 
-    The global tokens of Longformer and BigBird (Beltagy et al., 2020; Zaheer et al., 2020), O(n) edges for each:
-    `union` it with a local pattern. A global node attends to itself too; no parallel edges.
+    The global tokens of Longformer and BigBird (Beltagy et al., 2020; Zaheer et al., 2020), O(n) edges for
+    each: `union` it with a local pattern. A global node attends to itself too; no parallel edges.
 
     Args:
         num_nodes: number of nodes.
@@ -526,19 +529,21 @@ def _simple(edge_index: Tensor, num_keys: int, num_queries: int) -> SparseGraph:
     )
 
 
-# Graphs of plain edge_index tensors: tensor -> (its version then, {(size, backwards): graph}). The keys are weak and
-# a graph is a copy, so nothing here keeps a tensor alive. No lock, which a fork could leave locked: a dict operation
-# is atomic, and two threads that want the same graph at worst both build it.
+# Graphs of edge_index tensors: tensor -> (its version then, {(size, backwards): graph}). The keys are weak
+# and a graph is a copy, so nothing here keeps a tensor alive. No lock, which a fork could leave locked: a
+# dict operation is atomic, and two threads that want the same graph at worst both build it.
 _built = WeakIdKeyDictionary()
 
 
 def _reused(edge_index: Tensor, size: tuple[int, int] | None, backwards: bool) -> SparseGraph:
-    if torch.compiler.is_compiling() or edge_index.is_inference():
+    from torch_geometric import EdgeIndex
+
+    plain = type(edge_index) in (Tensor, EdgeIndex)  # not the stand-ins of a tracer
+    if torch.compiler.is_compiling() or edge_index.is_inference() or not plain:
         return _from_edges(edge_index, size, backwards)
     version = edge_index._version
-    built_version, graphs = _built.get(edge_index, (None, {}))
-    if built_version != version:
-        graphs = {}
+    entry = _built.get(edge_index)
+    graphs = {} if entry is None or entry[0] != version else entry[1]
     if (size, backwards) not in graphs:
         graphs[size, backwards] = _from_edges(edge_index, size, backwards)
         _built[edge_index] = version, graphs
@@ -546,14 +551,19 @@ def _reused(edge_index: Tensor, size: tuple[int, int] | None, backwards: bool) -
 
 
 def _from_edges(edge_index: Tensor, size: tuple[int, int] | None, backwards: bool = False) -> SparseGraph:
+    from torch_geometric import EdgeIndex
+
     if not isinstance(edge_index, Tensor):
         raise TypeError(f"`edge_index` must be an integer tensor, got {type(edge_index).__name__}.")
-    known: tuple[int | None, int | None] = (None, None)
-    if hasattr(edge_index, "sparse_size"):  # PyG's EdgeIndex
-        known = edge_index.sparse_size()
+    num_keys, num_queries = None, None
+    if isinstance(edge_index, EdgeIndex):
+        num_keys, num_queries = edge_index.sparse_size()
         edge_index = edge_index.as_tensor()
     if edge_index.dtype not in _INTEGERS:
-        raise ValueError(f"Expected 'edge_index' to be of integer type (got '{edge_index.dtype}').")
+        raise ValueError(
+            f"Expected 'edge_index' to be of integer type (got '{edge_index.dtype}')."
+            " Convert it with .long(); SparseGraph.from_mask reads masks."
+        )
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
             f"Expected 'edge_index' to have shape [2, num_edges] (got {list(edge_index.shape)})."
@@ -561,17 +571,20 @@ def _from_edges(edge_index: Tensor, size: tuple[int, int] | None, backwards: boo
         )
     _check_count("the number of edges", edge_index.size(1))
     if backwards:
-        edge_index, known = edge_index.flip(0), known[::-1]
+        edge_index = edge_index.flip(0)
+        num_keys, num_queries = num_queries, num_keys
     if size is not None:
-        if any(stored is not None and stored != given for stored, given in zip(known, size)):
+        if num_keys not in (None, size[0]) or num_queries not in (None, size[1]):
             raise ValueError(
-                f"The EdgeIndex has (num_keys, num_queries) = {known}, but `num_nodes` or `size` says {size}."
+                f"The EdgeIndex has (num_keys, num_queries) = {(num_keys, num_queries)},"
+                f" but `num_nodes` or `size` says {size}."
             )
-    elif known == (None, None):
-        size = (_highest(edge_index) + 1,) * 2
+        num_keys, num_queries = size
+    elif num_keys is None and num_queries is None:
+        num_keys = num_queries = _one_above(edge_index)
     else:
-        size = tuple(_highest(ids) + 1 if n is None else n for ids, n in zip(edge_index, known))
-    num_keys, num_queries = size
+        num_keys = _one_above(edge_index[0]) if num_keys is None else num_keys
+        num_queries = _one_above(edge_index[1]) if num_queries is None else num_queries
     return SparseGraph(*_build_csr(edge_index, num_queries, num_keys))
 
 
@@ -602,12 +615,15 @@ def _from_adjacency(A: Any) -> SparseGraph:
 def _rows_of(ptr: Tensor, ids: Tensor, ptr_name: str, ids_name: str) -> Tensor:
     for name, tensor in ((ptr_name, ptr), (ids_name, ids)):
         if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS or tensor.dim() != 1:
-            raise ValueError(f"`{name}` must be a one-dimensional integer tensor, got {tensor!r}.")
+            got = (
+                f"{tensor.dtype} {list(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else type(tensor).__name__
+            )
+            raise ValueError(f"`{name}` must be a one-dimensional integer tensor, got {got}.")
     counts = ptr.long().diff()
     if ptr.numel() == 0 or ptr[0] != 0 or ptr[-1] != ids.numel() or (counts < 0).any():
-        raise ValueError(
-            f"`{ptr_name}` must rise from 0 to len({ids_name}) = {ids.numel()} without falling, got {ptr.tolist()}."
-        )
+        raise ValueError(f"`{ptr_name}` must rise from 0 to len({ids_name}) = {ids.numel()} without falling.")
     return torch.arange(counts.numel(), device=ids.device).repeat_interleave(counts, output_size=ids.numel())
 
 
@@ -634,11 +650,11 @@ def _check_count(name: str, count: int) -> None:
         raise ValueError(f"{name} must be at least 0 and below 2**31, got {count}.")
 
 
-def _highest(ids: Tensor) -> int:
-    # Never below -1: a negative id is then reported as out of range, not as a negative size.
-    highest = max(int(ids.max()), -1) if ids.numel() else -1
-    _check_count("the highest node id + 1", highest + 1)
-    return highest
+def _one_above(ids: Tensor) -> int:
+    # At least 0: a negative id is then reported as out of range, not as a negative size.
+    count = max(int(ids.max()) + 1, 0) if ids.numel() else 0
+    _check_count("the highest node id + 1", count)
+    return count
 
 
 def _check_range(name: str, ids: Tensor, limit: int) -> None:
@@ -650,7 +666,8 @@ def _check_range(name: str, ids: Tensor, limit: int) -> None:
 
 def _out_of_range(name: str, node: int, limit: int) -> IndexError:
     return IndexError(
-        f"{name} must lie in the interval [0, {limit}), got {node}. Correct the ids, or raise `num_nodes` or `size`."
+        f"{name} must lie in the interval [0, {limit}), got {node}."
+        " Correct the ids, or raise `num_nodes` or `size`."
     )
 
 
@@ -685,9 +702,7 @@ def _(edge_index, num_queries, num_keys):
 
 def _sorted_by_numba(edge_index: Tensor, num_queries: int, num_keys: int):
     num_edges = edge_index.size(1)
-    if edge_index.dtype != torch.int32:
-        edge_index = edge_index.long()
-    sources, targets = edge_index.contiguous().numpy()
+    sources, targets = edge_index.long().contiguous().numpy()  # one type of array: Numba compiles once
     rowptr, colptr = (torch.zeros(n + 1, dtype=torch.int64) for n in (num_queries, num_keys))
     col, edge_id, row, edge_id_t = (torch.empty(num_edges, dtype=torch.int32) for _ in range(4))
     by_query = (targets, sources, rowptr.numpy(), col.numpy(), edge_id.numpy())
@@ -728,7 +743,7 @@ def _compiled(function):
 
 @_compiled
 def _counting_sort(ids, others, ptr, grouped, order):
-    """Fills `ptr`, `grouped` and `order` with the edges grouped by `ids`; the first edge out of range, or -1."""
+    # Groups the edges by `ids` into `ptr`, `grouped`, `order`; returns the first edge out of range, or -1.
     num_nodes = ptr.size - 1
     ascending = True
     previous = 0
@@ -746,11 +761,38 @@ def _counting_sort(ids, others, ptr, grouped, order):
             grouped[e] = others[e]
             order[e] = e
         return -1
-    for e in range(ids.size):
-        position = ptr[ids[e]]
-        ptr[ids[e]] = position + 1
-        grouped[position] = others[e]
-        order[position] = e
+    if ids.size < _CACHED_EDGES:
+        for e in range(ids.size):
+            position = ptr[ids[e]]
+            ptr[ids[e]] = position + 1
+            grouped[position] = others[e]
+            order[position] = e
+    else:
+        # Written straight to their places the edges would miss the cache one by one. So first into some 256
+        # buckets of consecutive nodes, then within each bucket: twice as fast.
+        shift = 0
+        while shift < 16 and num_nodes >> shift > 256:
+            shift += 1
+        ends = ptr[: num_nodes : 1 << shift].copy()
+        rest = np.empty(ids.size, np.uint16)  # a node's place in its bucket
+        for e in range(ids.size):
+            bucket = ids[e] >> shift
+            position = ends[bucket]
+            ends[bucket] = position + 1
+            grouped[position] = others[e]
+            order[position] = e
+            rest[position] = ids[e] - (bucket << shift)
+        for bucket in range(ends.size):
+            first = bucket << shift
+            start = ptr[first]
+            bucket_grouped = grouped[start : ends[bucket]].copy()
+            bucket_order = order[start : ends[bucket]].copy()
+            for k in range(bucket_order.size):
+                node = first + rest[start + k]
+                position = ptr[node]
+                ptr[node] = position + 1
+                grouped[position] = bucket_grouped[k]
+                order[position] = bucket_order[k]
     for node in range(num_nodes, 0, -1):  # every pointer has moved on to the start of the next node
         ptr[node] = ptr[node - 1]
     ptr[0] = 0

@@ -87,6 +87,24 @@ def _backward_fake(*arguments):
     )
 
 
+@torch.library.register_vmap("graphattn::sparse_attention", lib=_library)
+def _forward_vmap(info, in_dims, *inputs):
+    """A mapped dimension of features is one more leading dimension; graph and options are shared."""
+    if any(d is not None for i, d in enumerate(in_dims) if i not in (0, 1, 2, 11)):
+        raise NotImplementedError(
+            "graph_attention's sparse kernel maps over query, key and value alone under vmap; the graph, bias,"
+            " edge_attr and dropout seed are shared. Call it in a loop for the others."
+        )
+    inputs = list(inputs)
+    for i in (0, 1, 2, 11):
+        if inputs[i] is not None:
+            moved = inputs[i].unsqueeze(0) if in_dims[i] is None else inputs[i].movedim(in_dims[i], 0)
+            inputs[i] = moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1)
+    outputs = _forward(*inputs)
+    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:3])]
+    return (*mapped, *outputs[len(mapped) :]), tuple([0] * len(mapped) + [None] * (4 - len(mapped)))
+
+
 def _spread(grads: Sequence[Tensor], inputs: Sequence) -> list[Tensor | None]:
     """Place the gradients of the floating inputs that are given among those of all inputs."""
     given = iter(grads)
@@ -111,7 +129,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        outputs, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        saved = ctx.saved_tensors  # once: checkpointing recomputes the forward pass at each access
+        outputs, tensors = saved[:4], saved[4:]
         inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
         grads = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, outputs)]
         grads = _backward(*grads, *outputs, *inputs)

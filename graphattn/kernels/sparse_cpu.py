@@ -30,7 +30,7 @@ import torch
 from numba import literally, njit
 from torch import Tensor
 
-from graphattn.kernels.vector import exp, load, maximum, prefetch, splat, store, total, totals
+from graphattn.kernels.vector import after, exp, load, maximum, pointer, prefetch, splat, store, total, totals
 
 BLOCK = 32  # edges worked on together
 PIECE = 2048  # longer rows are cut into pieces of so many edges: for balance, and for sums of bounded length
@@ -52,13 +52,6 @@ class Rows(NamedTuple):
     pieces: np.ndarray
 
 
-class Heads(NamedTuple):
-    """Where in a node's row each head starts; ``step`` apart where that is regular, else -1."""
-
-    start: np.ndarray
-    step: int
-
-
 class Options(NamedTuple):
     """What else makes a score or a weight; arrays are empty where an option is not used."""
 
@@ -67,174 +60,195 @@ class Options(NamedTuple):
     bias: np.ndarray
     bias_edge_step: int
     bias_head_step: int
-    edge_attr: np.ndarray
-    features: int
     seed: np.uint64
     drop_below: np.uint64  # draws of 53 bits below this drop a weight
     kept: np.floating  # factor of the other weights
     one: np.floating  # 1 in the dtype of the kernel
 
 
-@njit(forceinline=True)
-def _products(a, at, b, bt, dim, lanes):
-    """A vector whose lanes sum to a[at : at + dim] · b[bt : bt + dim], dim a multiple of lanes."""
-    products = load(a, at, literally(lanes)) * load(b, bt, lanes)
+_function = njit(error_model="numpy")
+_inlined = njit(error_model="numpy", forceinline=True)
+
+
+def _kernel(function: Callable) -> Callable:
+    try:
+        return njit(error_model="numpy", nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to cache in: a read-only installation without a home
+        return njit(error_model="numpy", nogil=True)(function)
+
+
+@_inlined
+def _products(a, b, dim, lanes):
+    """A vector whose lanes sum to the dot product of dim numbers, a multiple of lanes."""
+    products = load(a, 0, literally(lanes)) * load(b, 0, lanes)
     for c in range(lanes, dim, lanes):
-        products = products + load(a, at + c, lanes) * load(b, bt + c, lanes)
+        products = products + load(a, c, lanes) * load(b, c, lanes)
     return products
 
 
-@njit(forceinline=True)
-def _dots(scores, width, own, at, own_heads, rows, offsets, row_heads, count, heads, dim, lanes):
-    """scores[e, h] = own[at, h] · rows[offsets[e], h] for a block of edges."""
-    x, y = own_heads.step, row_heads.step
-    if heads % 8 == 0 and dim % literally(lanes) == 0 and x == dim and y == dim:
+@_function
+def _dots(scores, width, own, own_heads, rows, offsets, row_heads, regular, count, heads, dim, lanes):
+    """scores[e, h] = own[h] · rows[offsets[e], h] for a block of edges.
+
+    Heads start at own_heads[h] and row_heads[h]; regular: both are h * dim.
+    """
+    if regular and heads % 8 == 0 and dim == literally(lanes):
         for e in range(count):
             for h in range(0, heads, 8):
-                a = at + h * dim
-                b = offsets[e] + h * dim
+                a = after(own, h * lanes)
+                b = after(rows, offsets[e] + h * lanes)
                 eight = totals(
-                    _products(own, a, rows, b, dim, lanes),
-                    _products(own, a + dim, rows, b + dim, dim, lanes),
-                    _products(own, a + 2 * dim, rows, b + 2 * dim, dim, lanes),
-                    _products(own, a + 3 * dim, rows, b + 3 * dim, dim, lanes),
-                    _products(own, a + 4 * dim, rows, b + 4 * dim, dim, lanes),
-                    _products(own, a + 5 * dim, rows, b + 5 * dim, dim, lanes),
-                    _products(own, a + 6 * dim, rows, b + 6 * dim, dim, lanes),
-                    _products(own, a + 7 * dim, rows, b + 7 * dim, dim, lanes),
+                    load(a, 0, lanes) * load(b, 0, lanes),
+                    load(a, lanes, lanes) * load(b, lanes, lanes),
+                    load(a, 2 * lanes, lanes) * load(b, 2 * lanes, lanes),
+                    load(a, 3 * lanes, lanes) * load(b, 3 * lanes, lanes),
+                    load(a, 4 * lanes, lanes) * load(b, 4 * lanes, lanes),
+                    load(a, 5 * lanes, lanes) * load(b, 5 * lanes, lanes),
+                    load(a, 6 * lanes, lanes) * load(b, 6 * lanes, lanes),
+                    load(a, 7 * lanes, lanes) * load(b, 7 * lanes, lanes),
                 )
                 store(scores, e * width + h, eight)
     else:
         even = dim - dim % lanes
         for e in range(count):
             for h in range(heads):
-                a = at + own_heads.start[h]
-                b = offsets[e] + row_heads.start[h]
-                score = own.dtype.type(0)
+                a = after(own, own_heads[h])
+                b = after(rows, offsets[e] + row_heads[h])
                 if even > 0:
-                    score = total(_products(own, a, rows, b, even, lanes))
+                    scores[e * width + h] = total(_products(a, b, even, lanes))
+                else:
+                    scores[e * width + h] = 0
                 for c in range(even, dim):
-                    score += own[a + c] * rows[b + c]
-                scores[e * width + h] = score
+                    scores[e * width + h] += a[c] * b[c]
 
 
-@njit(forceinline=True)
-def _sums(sums, at, sum_heads, weights, width, rows, offsets, row_heads, count, heads, dim, lanes):
-    """sums[at, h] += Σ_e weights[e, h] · rows[offsets[e], h] for a block of edges."""
+@_function
+def _sums(sums, sum_heads, weights, width, rows, offsets, row_heads, count, heads, dim, lanes):
+    """sums[h] += Σ_e weights[e, h] · rows[offsets[e], h] for a block of edges."""
     even = dim - dim % literally(lanes)
     for h in range(heads):
-        a = at + sum_heads.start[h]
-        b = row_heads.start[h]
+        to = after(sums, sum_heads[h])
+        head = after(rows, row_heads[h])
         for c in range(0, even, lanes):
-            block = splat(weights[h], lanes) * load(rows, offsets[0] + b + c, lanes)
+            block = splat(weights[h], lanes) * load(head, offsets[0] + c, lanes)
             for e in range(1, count):
-                block = block + splat(weights[e * width + h], lanes) * load(rows, offsets[e] + b + c, lanes)
-            store(sums, a + c, load(sums, a + c, lanes) + block)
+                block = block + splat(weights[e * width + h], lanes) * load(head, offsets[e] + c, lanes)
+            store(to, c, load(to, c, lanes) + block)
         for c in range(even, dim):
-            tail = weights[h] * rows[offsets[0] + b + c]
+            tail = weights[h] * head[offsets[0] + c]
             for e in range(1, count):
-                tail += weights[e * width + h] * rows[offsets[e] + b + c]
-            sums[a + c] += tail
+                tail += weights[e * width + h] * head[offsets[e] + c]
+            to[c] += tail
 
 
-@njit(forceinline=True)
-def _offsets(offsets, nodes, first, count, base, row):
-    """Where the rows of the block's far nodes start, and those of the _AHEAD edges after it."""
-    last = nodes.size - 1
-    for e in range(count + _AHEAD):
-        offsets[e] = (base + nodes[min(first + e, last)]) * row
+@_inlined
+def _find(offsets, nodes, first, count, last, base, size, rows, line):
+    """Where the rows of the block's far nodes start; those of the next _AHEAD edges are asked for."""
+    for e in range(count):
+        offsets[e] = (base + nodes[first + e]) * size
+    for e in range(first + _AHEAD, min(first + count + _AHEAD, last + 1)):
+        ahead = (base + nodes[e]) * size
+        for c in range(0, size, line):
+            prefetch(rows, ahead + c)
 
 
-@njit(forceinline=True)
-def _ask(rows, offsets, count, row):
-    """Prefetch the rows of the edges _AHEAD of the block's."""
-    for e in range(_AHEAD, count + _AHEAD):
-        for c in range(0, row, 64 // rows.itemsize):
-            prefetch(rows, offsets[e] + c)
-
-
-@njit(forceinline=True)
-def _modify(scores, slopes, width, edge_id, first, count, heads, options):
+@_function
+def _modify(
+    scores, slopes, width, edge_id, count, heads, scale, softcap, one, bias, biased, edge_step, head_step
+):  # fmt: skip
     """Scale, cap and bias the scores of a block; slopes are those of the cap."""
     for e in range(count):
-        at = edge_id[first + e] * options.bias_edge_step
+        at = edge_id[e] * edge_step
         for h in range(heads):
-            score = scores[e * width + h] * options.scale
-            if options.softcap > 0:
-                bent = math.tanh(score / options.softcap)
-                slopes[e * width + h] = options.one - bent * bent
-                score = options.softcap * bent
-            if options.bias.size > 0:
-                score += options.bias[at + h * options.bias_head_step]
+            score = scores[e * width + h] * scale
+            if softcap > 0:
+                bent = math.tanh(score / softcap)
+                slopes[e * width + h] = one - bent * bent
+                score = softcap * bent
+            if biased:
+                score += bias[at + h * head_step]
             scores[e * width + h] = score
 
 
-@njit(forceinline=True)
-def _factor(options, number):
-    """The dropout factor of the weight with this number (SplitMix64, as `reference.dropout_factors`)."""
-    x = options.seed + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
-    return options.kept if x >= options.drop_below else options.one - options.one
-
-
-@njit(forceinline=True)
-def _add_features(
-    scores, width, own, at, own_heads, options, shared, edge_id, first, count, heads, offsets, extra
-):
-    """scores[e, h] += own[at, h] · edge_attr[e]."""
+@_function
+def _drop(weights, width, edge_id, base, count, heads, seed, below, kept):
+    """Multiply the weights by their dropout factors (SplitMix64, as `reference.dropout_factors`)."""
     for e in range(count):
-        offsets[e] = edge_id[first + e] * np.int64(options.features)
-    _dots(
-        extra,
-        width,
-        own,
-        at,
-        own_heads,
-        options.edge_attr,
-        offsets,
-        shared,
-        count,
-        heads,
-        options.features,
-        8,
-    )
+        number = (base + edge_id[e]) * heads
+        for h in range(heads):
+            x = seed + np.uint64(number + h + 1) * np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            x = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
+            weights[e * width + h] *= kept * (x >= below)
+
+
+@_function
+def _add_features(
+    scores, width, own, own_heads, edge_attr, shared, edge_id, count, heads, dim, offsets, extra
+):
+    """scores[e, h] += own[h] · edge_attr[e]."""
+    for e in range(count):
+        offsets[e] = edge_id[e] * dim
+    _dots(extra, width, own, own_heads, edge_attr, offsets, shared, False, count, heads, dim, 8)
     for f in range(0, count * width, 8):
         store(scores, f, load(scores, f, 8) + load(extra, f, 8))
 
 
+@_function
+def _scale_row(row, heads, dim, factors):
+    for h in range(heads):
+        for c in range(dim):
+            row[h * dim + c] *= factors[h]
+
+
+@_function
+def _clear(row, size):
+    for c in range(size):
+        row[c] = 0
+
+
 @functools.cache
 def _forward_kernel(dim: int, lanes: int) -> Callable:
-    """The kernel for rows of dim numbers a head, or for any number (dim 0)."""
+    """The kernel for dim numbers a head, or for any number (dim 0)."""
 
-    @njit(nogil=True, cache=True)
+    @_kernel
     def forward(
-        b_start, b_stop, start, stop, rows, heads, own, far, far_value, own_value, shared, own_feature, options,
-        query, key, value, edge_query, num_keys, key_row, value_row, key_dim, value_dim,
-        out, peaks, norms, aggregate, logits,
+        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_keys, key_row, value_row,
+        key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
+        out_array, peak_array, norm_array, aggregate_array, logits_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
-        dtype = query.dtype
+        dtype = query_array.dtype
+        line = 64 // query_array.itemsize
         one = splat(options.one, 8)
         zero = one - one
         lowest = splat(np.finfo(dtype).min, 8)
         tiny = splat(np.finfo(dtype).tiny, 8)
-        num_rows = rows.pointer.size - 1
-        num_edges = rows.other.size
+        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
         width = (heads + 7) // 8 * 8
-        scores = np.zeros(BLOCK * width, dtype)
-        extra = np.zeros(BLOCK * width, dtype)
-        slopes = np.zeros(BLOCK * width, dtype)
-        peak = np.zeros(width, dtype)
-        norm = np.zeros(width, dtype)
-        change = np.zeros(width, dtype)
-        key_offsets = np.empty(BLOCK + _AHEAD, np.int64)
-        value_offsets = np.empty(BLOCK + _AHEAD, np.int64)
-        feature_offsets = np.empty(BLOCK, np.int64)
-        modified = options.softcap > 0 or options.bias.size > 0
-        F = options.features
+        scores = pointer(scratch)
+        extra = after(scores, BLOCK * width)
+        slopes = after(extra, BLOCK * width)
+        peak = after(slopes, BLOCK * width)
+        norm = after(peak, width)
+        change = after(norm, width)
+        key_offsets = pointer(offsets)
+        value_offsets = after(key_offsets, BLOCK)
+        feature_offsets = after(value_offsets, BLOCK)
+        query, key, value = pointer(query_array), pointer(key_array), pointer(value_array)
+        edge_attr, edge_query = pointer(edge_attr_array), pointer(edge_query_array)
+        out, aggregate = pointer(out_array), pointer(aggregate_array)
+        peaks, norms, logits = pointer(peak_array), pointer(norm_array), pointer(logits_array)
+        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        query_heads = pointer(starts)
+        key_heads = after(query_heads, heads)
+        out_heads = after(query_heads, 2 * heads)
+        value_heads = after(query_heads, 3 * heads)
+        feature_heads = after(query_heads, 4 * heads)
+        shared = after(query_heads, 5 * heads)
+        biased, keep_logits = options.bias.size > 0, logits_array.size > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
@@ -244,32 +258,45 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                 else:
                     i, begin, end = rows.pieces[s - num_rows]
                 single = end - begin <= BLOCK and s < num_rows
-                at = b * (num_rows + rows.pieces.shape[0]) + s
-                sums = at * heads * Dv
-                for c in range(heads * Dv):
-                    out[sums + c] = 0
-                for c in range(heads * F):
-                    aggregate[at * heads * F + c] = 0
+                place = (b * num_rows + i) * heads
+                at = (b * (num_rows + num_pieces) + s) * heads
+                _clear(after(out, at * Dv), heads * Dv)
+                if F > 0:
+                    _clear(after(aggregate, at * F), heads * F)
                 for h in range(0, width, 8):
                     store(peak, h, lowest)
                     store(norm, h, zero)
                 for first in range(begin, end, BLOCK):
                     count = min(BLOCK, end - first)
-                    _offsets(key_offsets, rows.other, first, count, b * num_keys, key_row)
-                    _offsets(value_offsets, rows.other, first, count, b * num_keys, value_row)
-                    _ask(key, key_offsets, count, key_row)
-                    _ask(value, value_offsets, count, value_row)
-                    place = (b * num_rows + i) * heads
-                    _dots(scores, width, query, place * D, own, key, key_offsets, far, count, heads, D, lanes)
+                    edges = after(edge_id, first)
+                    _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
+                    _find(
+                        value_offsets,
+                        other,
+                        first,
+                        count,
+                        num_edges - 1,
+                        b * num_keys,
+                        value_row,
+                        value,
+                        line,
+                    )
+                    _dots(
+                        scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
+                        count, heads, D, lanes,
+                    )  # fmt: skip
                     if F > 0:
                         _add_features(
-                            scores, width, edge_query, place * F, own_feature, options, shared, rows.edge_id, first,
-                            count, heads, feature_offsets, extra,
+                            scores, width, after(edge_query, place * F), feature_heads, edge_attr, shared, edges,
+                            count, heads, F, feature_offsets, extra,
                         )  # fmt: skip
                     factor = splat(options.scale, 8)
-                    if modified:
-                        _modify(scores, slopes, width, rows.edge_id, first, count, heads, options)
+                    if biased or options.softcap > 0:
                         factor = one
+                        _modify(
+                            scores, slopes, width, edges, count, heads, options.scale, options.softcap, options.one,
+                            bias, biased, options.bias_edge_step, options.bias_head_step,
+                        )  # fmt: skip
                     for h in range(0, width, 8):
                         old = load(peak, h, 8)
                         new = old
@@ -277,9 +304,9 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                             score = load(scores, e * width + h, 8) * factor
                             store(scores, e * width + h, score)
                             new = maximum(new, score)
-                        if logits.size > 0:
+                        if keep_logits:
                             for e in range(count):
-                                to = (b * num_edges + rows.edge_id[first + e]) * heads
+                                to = (b * num_edges + edges[e]) * heads
                                 for k in range(h, min(h + 8, heads)):
                                     logits[to + k] = scores[e * width + k]
                         block = zero
@@ -297,68 +324,80 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                             for e in range(count):
                                 store(scores, e * width + h, load(scores, e * width + h, 8) * inverse)
                     if first > begin:
-                        for h in range(heads):
-                            for c in range(Dv):
-                                out[sums + h * Dv + c] *= change[h]
-                            for c in range(F):
-                                aggregate[(at * heads + h) * F + c] *= change[h]
+                        _scale_row(after(out, at * Dv), heads, Dv, change)
+                        _scale_row(after(aggregate, at * F), heads, F, change)
                     if options.drop_below > 0:
-                        for e in range(count):
-                            number = (b * num_edges + rows.edge_id[first + e]) * heads
-                            for h in range(heads):
-                                scores[e * width + h] *= _factor(options, number + h)
+                        _drop(
+                            scores, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
+                            options.kept,
+                        )  # fmt: skip
                     _sums(
-                        out, sums, own_value, scores, width, value, value_offsets, far_value, count, heads, Dv, lanes
+                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, count, heads,
+                        Dv, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
-                            aggregate, at * heads * F, own_feature, scores, width, options.edge_attr, feature_offsets,
-                            shared, count, heads, F, 8,
+                            after(aggregate, at * F), feature_heads, scores, width, edge_attr, feature_offsets, shared,
+                            count, heads, F, 8,
                         )  # fmt: skip
                 for h in range(heads):
-                    peaks[at * heads + h] = peak[h]
-                    norms[at * heads + h] = norm[h]
+                    peaks[at + h] = peak[h]
+                    norms[at + h] = norm[h]
                 if s < num_rows and not single:
                     for h in range(0, width, 8):
                         store(change, h, one / maximum(tiny, load(norm, h, 8)))
-                    for h in range(heads):
-                        for c in range(Dv):
-                            out[sums + h * Dv + c] *= change[h]
-                        for c in range(F):
-                            aggregate[(at * heads + h) * F + c] *= change[h]
+                    _scale_row(after(out, at * Dv), heads, Dv, change)
+                    _scale_row(after(aggregate, at * F), heads, F, change)
 
     return forward
 
 
 @functools.cache
 def _query_kernel(dim: int, lanes: int) -> Callable:
-    @njit(nogil=True, cache=True)
+    """The backward kernel over the edges of each query: its gradients and those of per-edge tensors."""
+
+    @_kernel
     def backward_query(
-        b_start, b_stop, start, stop, rows, heads, own, far, far_value, own_value, shared, own_feature, options,
-        query, key, value, edge_query, num_keys, key_row, value_row, key_dim, value_dim,
-        out, lse, aggregate, grad_out, grad_lse, grad_aggregate, grad_weights,
-        stats, grad_query, grad_edge_query, grad_bias, grad_edge_attr, pairs,
+        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_keys, key_row, value_row,
+        key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
+        out_array, lse_array, aggregate_array,
+        grad_out_array, grad_lse_array, grad_aggregate_array, grad_weights_array,
+        stats_array, grad_query_array, grad_edge_query_array, grad_bias_array, grad_edge_attr_array, pairs_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
-        dtype = query.dtype
+        line = 64 // query_array.itemsize
         one = splat(options.one, 8)
         scale = splat(options.scale, 8)
-        num_rows = rows.pointer.size - 1
-        num_edges = rows.other.size
+        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
         width = (heads + 7) // 8 * 8
-        scores = np.zeros(BLOCK * width, dtype)
-        slopes = np.ones(BLOCK * width, dtype)
-        grads = np.zeros(BLOCK * width, dtype)
-        kept = np.zeros(BLOCK * width, dtype)
-        extra = np.zeros(BLOCK * width, dtype)
-        stat = np.zeros(2 * width, dtype)  # of the row: lse, then δ
-        key_offsets = np.empty(BLOCK + _AHEAD, np.int64)
-        value_offsets = np.empty(BLOCK + _AHEAD, np.int64)
-        feature_offsets = np.empty(BLOCK, np.int64)
-        here = np.empty(1, np.int64)
-        modified = options.softcap > 0 or options.bias.size > 0
-        F = options.features
+        scores = pointer(scratch)
+        grads = after(scores, BLOCK * width)
+        slopes = after(grads, BLOCK * width)
+        kept = after(slopes, BLOCK * width)
+        extra = after(kept, BLOCK * width)
+        stat = after(extra, BLOCK * width)  # of the row: lse, then δ
+        key_offsets = pointer(offsets)
+        value_offsets = after(key_offsets, BLOCK)
+        feature_offsets = after(value_offsets, BLOCK)
+        here = after(feature_offsets, BLOCK)
+        query, key, value = pointer(query_array), pointer(key_array), pointer(value_array)
+        edge_attr, edge_query = pointer(edge_attr_array), pointer(edge_query_array)
+        out, lse, aggregate = pointer(out_array), pointer(lse_array), pointer(aggregate_array)
+        grad_out, grad_lse = pointer(grad_out_array), pointer(grad_lse_array)
+        grad_aggregate, grad_weights = pointer(grad_aggregate_array), pointer(grad_weights_array)
+        stats, grad_query = pointer(stats_array), pointer(grad_query_array)
+        grad_edge_query, grad_bias = pointer(grad_edge_query_array), pointer(grad_bias_array)
+        grad_edge_attr, pairs = pointer(grad_edge_attr_array), pointer(pairs_array)
+        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        query_heads = pointer(starts)
+        key_heads = after(query_heads, heads)
+        out_heads = after(query_heads, 2 * heads)
+        value_heads = after(query_heads, 3 * heads)
+        feature_heads = after(query_heads, 4 * heads)
+        shared = after(query_heads, 5 * heads)
+        biased, through_weights = options.bias.size > 0, grad_weights_array.size > 0
+        bias_trained, dropping = grad_bias_array.size > 0, options.drop_below > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
@@ -366,132 +405,177 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                 else:
                     i, begin, end = rows.pieces[s - num_rows]
                 place = (b * num_rows + i) * heads
-                here[0] = place * Dv
+                here[0] = 0
                 _dots(
-                    scores, width, out, place * Dv, own_value, grad_out, here, own_value, 1, heads, Dv, lanes
+                    scores, width, after(out, place * Dv), out_heads, after(grad_out, place * Dv), here, out_heads,
+                    True, 1, heads, Dv, lanes,
                 )  # fmt: skip
                 if F > 0:
-                    here[0] = place * F
                     _dots(
-                        extra, width, aggregate, place * F, own_feature, grad_aggregate, here, own_feature, 1, heads, F,
-                        8,
+                        extra, width, after(aggregate, place * F), feature_heads, after(grad_aggregate, place * F),
+                        here, feature_heads, False, 1, heads, F, 8,
                     )  # fmt: skip
                 for h in range(heads):
                     delta = scores[h] - grad_lse[place + h]
                     if F > 0:
                         delta += extra[h]
                     if lse[place + h] == -np.inf:  # no edge, or none that counts: weights and gradients 0
-                        stat[h], stat[width + h] = np.inf, 0
+                        stat[h] = np.inf
+                        stat[width + h] = 0
                     else:
-                        stat[h], stat[width + h] = lse[place + h], delta
+                        stat[h] = lse[place + h]
+                        stat[width + h] = delta
                 if s < num_rows:
                     for h in range(0, 2 * width, 8):
                         store(stats, (b * num_rows + i) * 2 * width + h, load(stat, h, 8))
                     if end - begin > PIECE:
                         continue
-                at = b * (num_rows + rows.pieces.shape[0]) + s
-                for c in range(heads * D):
-                    grad_query[at * heads * D + c] = 0
-                for c in range(heads * F):
-                    grad_edge_query[at * heads * F + c] = 0
+                at = (b * (num_rows + num_pieces) + s) * heads
+                _clear(after(grad_query, at * D), heads * D)
+                if F > 0:
+                    _clear(after(grad_edge_query, at * F), heads * F)
                 for first in range(begin, end, BLOCK):
                     count = min(BLOCK, end - first)
-                    _offsets(key_offsets, rows.other, first, count, b * num_keys, key_row)
-                    _offsets(value_offsets, rows.other, first, count, b * num_keys, value_row)
-                    _ask(key, key_offsets, count, key_row)
-                    _ask(value, value_offsets, count, value_row)
-                    _dots(scores, width, query, place * D, own, key, key_offsets, far, count, heads, D, lanes)
+                    edges = after(edge_id, first)
+                    _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
+                    _find(
+                        value_offsets,
+                        other,
+                        first,
+                        count,
+                        num_edges - 1,
+                        b * num_keys,
+                        value_row,
+                        value,
+                        line,
+                    )
                     _dots(
-                        grads, width, grad_out, place * Dv, own_value, value, value_offsets, far_value, count, heads,
-                        Dv, lanes,
+                        scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
+                        count, heads, D, lanes,
+                    )  # fmt: skip
+                    _dots(
+                        grads, width, after(grad_out, place * Dv), out_heads, value, value_offsets, value_heads,
+                        regular, count, heads, Dv, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _add_features(
-                            scores, width, edge_query, place * F, own_feature, options, shared, rows.edge_id, first,
-                            count, heads, feature_offsets, extra,
+                            scores, width, after(edge_query, place * F), feature_heads, edge_attr, shared, edges,
+                            count, heads, F, feature_offsets, extra,
                         )  # fmt: skip
                         _add_features(
-                            grads, width, grad_aggregate, place * F, own_feature, options, shared, rows.edge_id, first,
-                            count, heads, feature_offsets, extra,
+                            grads, width, after(grad_aggregate, place * F), feature_heads, edge_attr, shared, edges,
+                            count, heads, F, feature_offsets, extra,
                         )  # fmt: skip
                     factor = scale
-                    if modified:
-                        _modify(scores, slopes, width, rows.edge_id, first, count, heads, options)
+                    if biased or options.softcap > 0:
                         factor = one
+                        _modify(
+                            scores, slopes, width, edges, count, heads, options.scale, options.softcap, options.one,
+                            bias, biased, options.bias_edge_step, options.bias_head_step,
+                        )  # fmt: skip
                     for h in range(0, width, 8):
                         for e in range(count):
-                            f = e * width + h
-                            store(scores, f, exp(load(scores, f, 8) * factor - load(stat, h, 8)))
-                    if options.drop_below > 0:
+                            p = exp(load(scores, e * width + h, 8) * factor - load(stat, h, 8))
+                            store(scores, e * width + h, p)
+                            store(kept, e * width + h, p)
+                    if dropping:
+                        _drop(
+                            grads, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
+                            options.kept,
+                        )  # fmt: skip
+                    if through_weights:
                         for e in range(count):
-                            number = (b * num_edges + rows.edge_id[first + e]) * heads
                             for h in range(heads):
-                                z = _factor(options, number + h)
-                                kept[e * width + h] = scores[e * width + h] * z
-                                grads[e * width + h] *= z
-                    if grad_weights.size > 0:
-                        for e in range(count):
-                            number = (b * num_edges + rows.edge_id[first + e]) * heads
-                            for h in range(heads):
-                                grads[e * width + h] += grad_weights[number + h]
+                                grads[e * width + h] += grad_weights[(b * num_edges + edges[e]) * heads + h]
                     for h in range(0, width, 8):
                         for e in range(count):
                             f = e * width + h
                             store(
                                 grads, f, load(scores, f, 8) * (load(grads, f, 8) - load(stat, width + h, 8))
                             )
-                    if grad_bias.size > 0:
+                    if bias_trained:
                         for e in range(count):
                             for h in range(heads):
-                                grad_bias[rows.edge_id[first + e] * heads + h] += grads[e * width + h]
+                                grad_bias[edges[e] * heads + h] += grads[e * width + h]
                     for f in range(0, count * width, 8):
                         store(grads, f, load(grads, f, 8) * load(slopes, f, 8) * scale)
                     _sums(
-                        grad_query, at * heads * D, own, grads, width, key, key_offsets, far, count, heads, D, lanes
+                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, count, heads,
+                        D, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
-                            grad_edge_query, at * heads * F, own_feature, grads, width, options.edge_attr,
-                            feature_offsets, shared, count, heads, F, 8,
+                            after(grad_edge_query, at * F), feature_heads, grads, width, edge_attr, feature_offsets,
+                            shared, count, heads, F, 8,
                         )  # fmt: skip
-                        weights = kept if options.drop_below > 0 else scores
-                        for e in range(count):
-                            edge = np.int64(rows.edge_id[first + e])
-                            for h in range(heads):
-                                pairs[edge * 2 * heads + h] = weights[e * width + h]
-                                pairs[edge * 2 * heads + heads + h] = grads[e * width + h]
-                                for c in range(F):
-                                    grad_edge_attr[edge * F + c] += (
-                                        grads[e * width + h] * edge_query[(place + h) * F + c]
-                                        + weights[e * width + h] * grad_aggregate[(place + h) * F + c]
-                                    )
+                        if dropping:
+                            _drop(
+                                kept, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
+                                options.kept,
+                            )  # fmt: skip
+                        _feature_grads(
+                            grad_edge_attr, pairs, kept, grads, width, edges, count, heads, F,
+                            after(edge_query, place * F), after(grad_aggregate, place * F),
+                        )  # fmt: skip
 
     return backward_query
 
 
+@_function
+def _feature_grads(
+    grad_edge_attr, pairs, kept, grads, width, edges, count, heads, dim, edge_query, grad_aggregate
+):
+    """d edge_attr of a block's edges; (z p, dS) of each edge and head are left for the pass by keys.
+
+    Computing those again would gather two more rows of heads · features numbers an edge.
+    """
+    for e in range(count):
+        edge = np.int64(edges[e])
+        for h in range(heads):
+            p = kept[e * width + h]
+            grad = grads[e * width + h]
+            pairs[edge * 2 * heads + h] = p
+            pairs[edge * 2 * heads + heads + h] = grad
+            for c in range(dim):
+                grad_edge_attr[edge * dim + c] += (
+                    grad * edge_query[h * dim + c] + p * grad_aggregate[h * dim + c]
+                )
+
+
 @functools.cache
 def _key_kernel(dim: int, lanes: int) -> Callable:
-    @njit(nogil=True, cache=True)
+    """The backward kernel over the edges of each key: the gradients of keys and values."""
+
+    @_kernel
     def backward_key(
-        b_start, b_stop, start, stop, rows, heads, own, far, far_value, own_value, options,
-        query, key, value, num_queries, key_row, value_row, key_dim, value_dim,
-        grad_out, grad_weights, stats, pairs, grad_key, grad_value,
+        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_queries, key_row, value_row,
+        key_dim, value_dim, query_array, key_array, value_array, grad_out_array, grad_weights_array,
+        stats_array, pairs_array, grad_key_array, grad_value_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
-        dtype = query.dtype
+        line = 64 // query_array.itemsize
         one = splat(options.one, 8)
         scale = splat(options.scale, 8)
-        num_rows = rows.pointer.size - 1
-        num_edges = rows.other.size
+        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
         width = (heads + 7) // 8 * 8
-        scores = np.zeros(BLOCK * width, dtype)
-        slopes = np.ones(BLOCK * width, dtype)
-        grads = np.zeros(BLOCK * width, dtype)
-        query_offsets = np.empty(BLOCK + _AHEAD, np.int64)
-        out_offsets = np.empty(BLOCK + _AHEAD, np.int64)
-        stat_offsets = np.empty(BLOCK + _AHEAD, np.int64)
-        modified = options.softcap > 0 or options.bias.size > 0
+        scores = pointer(scratch)
+        grads = after(scores, BLOCK * width)
+        slopes = after(grads, BLOCK * width)
+        query_offsets = pointer(offsets)
+        out_offsets = after(query_offsets, BLOCK)
+        stat_offsets = after(out_offsets, BLOCK)
+        query, key, value = pointer(query_array), pointer(key_array), pointer(value_array)
+        grad_out, grad_weights = pointer(grad_out_array), pointer(grad_weights_array)
+        stats, pairs = pointer(stats_array), pointer(pairs_array)
+        grad_key, grad_value = pointer(grad_key_array), pointer(grad_value_array)
+        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        query_heads = pointer(starts)
+        key_heads = after(query_heads, heads)
+        out_heads = after(query_heads, 2 * heads)
+        value_heads = after(query_heads, 3 * heads)
+        biased, through_weights = options.bias.size > 0, grad_weights_array.size > 0
+        stored, dropping = pairs_array.size > 0, options.drop_below > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
@@ -500,71 +584,70 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                         continue
                 else:
                     j, begin, end = rows.pieces[s - num_rows]
-                at = b * (num_rows + rows.pieces.shape[0]) + s
-                for c in range(key_row):
-                    grad_key[at * key_row + c] = 0
-                for c in range(value_row):
-                    grad_value[at * value_row + c] = 0
+                at = b * (num_rows + num_pieces) + s
                 place = b * num_rows + j
+                _clear(after(grad_key, at * key_row), key_row)
+                _clear(after(grad_value, at * value_row), value_row)
                 for first in range(begin, end, BLOCK):
                     count = min(BLOCK, end - first)
-                    _offsets(query_offsets, rows.other, first, count, b * num_queries, heads * D)
-                    _offsets(out_offsets, rows.other, first, count, b * num_queries, heads * Dv)
-                    _ask(query, query_offsets, count, heads * D)
-                    _ask(grad_out, out_offsets, count, heads * Dv)
-                    if pairs.size > 0:
+                    edges = after(edge_id, first)
+                    base, last = b * num_queries, num_edges - 1
+                    _find(query_offsets, other, first, count, last, base, heads * D, query, line)
+                    _find(out_offsets, other, first, count, last, base, heads * Dv, grad_out, line)
+                    if stored:
                         for e in range(count):
-                            edge = np.int64(rows.edge_id[first + e])
+                            pair = after(pairs, edges[e] * 2 * heads)
                             for h in range(heads):
-                                scores[e * width + h] = pairs[edge * 2 * heads + h]
-                                grads[e * width + h] = pairs[edge * 2 * heads + heads + h]
+                                scores[e * width + h] = pair[h]
+                                grads[e * width + h] = pair[heads + h]
                     else:
-                        _offsets(stat_offsets, rows.other, first, count, b * num_queries, 2 * width)
-                        _ask(stats, stat_offsets, count, 2 * width)
+                        _find(stat_offsets, other, first, count, last, base, 2 * width, stats, line)
                         _dots(
-                            scores, width, key, place * key_row, own, query, query_offsets, far, count, heads, D, lanes
+                            scores, width, after(key, place * key_row), key_heads, query, query_offsets, query_heads,
+                            regular, count, heads, D, lanes,
                         )  # fmt: skip
                         _dots(
-                            grads, width, value, place * value_row, own_value, grad_out, out_offsets, far_value, count,
-                            heads, Dv, lanes,
+                            grads, width, after(value, place * value_row), value_heads, grad_out, out_offsets,
+                            out_heads, regular, count, heads, Dv, lanes,
                         )  # fmt: skip
                         factor = scale
-                        if modified:
-                            _modify(scores, slopes, width, rows.edge_id, first, count, heads, options)
+                        if biased or options.softcap > 0:
                             factor = one
-                        for e in range(count):
-                            for h in range(0, width, 8):
-                                f = e * width + h
-                                lse = load(stats, stat_offsets[e] + h, 8)
-                                store(scores, f, exp(load(scores, f, 8) * factor - lse))
-                        if options.drop_below > 0 or grad_weights.size > 0:
+                            _modify(
+                                scores, slopes, width, edges, count, heads, options.scale, options.softcap,
+                                options.one, bias, biased, options.bias_edge_step, options.bias_head_step,
+                            )  # fmt: skip
+                        if dropping:
+                            _drop(
+                                grads, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
+                                options.kept,
+                            )  # fmt: skip
+                        if through_weights:
                             for e in range(count):
-                                number = (b * num_edges + rows.edge_id[first + e]) * heads
                                 for h in range(heads):
-                                    grad = grads[e * width + h]
-                                    if options.drop_below > 0:
-                                        grad *= _factor(options, number + h)
-                                    if grad_weights.size > 0:
-                                        grad += grad_weights[number + h]
-                                    grads[e * width + h] = grad
+                                    grads[e * width + h] += grad_weights[
+                                        (b * num_edges + edges[e]) * heads + h
+                                    ]
                         for e in range(count):
+                            stat = after(stats, stat_offsets[e])
                             for h in range(0, width, 8):
                                 f = e * width + h
-                                delta = load(stats, stat_offsets[e] + width + h, 8)
-                                grad = load(scores, f, 8) * (load(grads, f, 8) - delta)
+                                p = exp(load(scores, f, 8) * factor - load(stat, h, 8))
+                                grad = p * (load(grads, f, 8) - load(stat, width + h, 8))
+                                store(scores, f, p)
                                 store(grads, f, grad * load(slopes, f, 8) * scale)
-                        if options.drop_below > 0:
-                            for e in range(count):
-                                number = (b * num_edges + rows.edge_id[first + e]) * heads
-                                for h in range(heads):
-                                    scores[e * width + h] *= _factor(options, number + h)
+                        if dropping:
+                            _drop(
+                                scores, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
+                                options.kept,
+                            )  # fmt: skip
                     _sums(
-                        grad_value, at * value_row, own_value, scores, width, grad_out, out_offsets, far_value,
-                        count, heads, Dv, lanes,
+                        after(grad_value, at * value_row), value_heads, scores, width, grad_out, out_offsets,
+                        out_heads, count, heads, Dv, lanes,
                     )  # fmt: skip
                     _sums(
-                        grad_key, at * key_row, own, grads, width, query, query_offsets, far, count, heads, D,
-                        lanes,
+                        after(grad_key, at * key_row), key_heads, grads, width, query, query_offsets, query_heads,
+                        count, heads, D, lanes,
                     )  # fmt: skip
 
     return backward_key
@@ -582,19 +665,29 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)  # a forked child has none of its parent's threads
 
 
-def _run(kernel: Callable, jobs: Sequence[tuple[int, int, int, int]], *arguments) -> None:
+def _run(
+    kernel: Callable,
+    jobs: Sequence[tuple[int, int, int, int]],
+    rows: Rows,
+    options: Options,
+    heads: int,
+    *arguments,
+):
     """Call the kernel on every job, on as many threads as PyTorch uses, this one among them."""
     global _pool
-    kernel(*jobs[0], *arguments)  # compiles where it must, before other threads would wait for it
-    remaining = iter(jobs[1:])  # taking the next job from it is one step under the interpreter lock
+    remaining = iter(jobs)  # taking the next job from it is one step under the interpreter lock
 
     def work() -> None:
+        # Not allocated in the kernel: Numba frees an array that only its address is used of.
+        scratch = np.ones((5 * BLOCK + 3) * (-(-heads // 8) * 8), options.scale.dtype)
+        offsets = np.empty(3 * BLOCK + 1, np.int64)
         for job in remaining:
-            kernel(*job, *arguments)
+            kernel(*job, scratch, offsets, rows, options, heads, *arguments)
 
     others = min(torch.get_num_threads(), len(jobs)) - 1
     if others < 1:
-        return work()
+        work()
+        return
     if _pool is None or _pool._max_workers < others:
         _pool = ThreadPoolExecutor(others, thread_name_prefix="graphattn")
     helpers = [_pool.submit(work) for _ in range(others)]
@@ -681,27 +774,26 @@ class _Call:
         self.edge_query = self.flat(edge_query)
         head = np.arange(self.heads)
         kv_head = head // (self.heads // self.kv_heads)
-
-        def starts(of: np.ndarray, size: int) -> Heads:
-            step = size if self.heads == self.kv_heads or of is head else -1
-            return Heads(of * size, step)
-
-        self.query_heads, self.key_heads = starts(head, self.dim), starts(kv_head, self.dim)
-        self.out_heads, self.value_heads = starts(head, self.value_dim), starts(kv_head, self.value_dim)
-        self.feature_heads, self.shared = starts(head, self.features), Heads(head * 0, -1)
+        self.starts = np.stack(
+            [head * self.dim, kv_head * self.dim, head * self.value_dim, kv_head * self.value_dim,
+             head * self.features, head * 0]
+        )  # fmt: skip
+        self.edge_attr = self.flat(edge_attr)
         self.options = Options(
             number(scale),
             number(softcap),
             self.flat(bias),
             0 if bias is None or bias.size(0) == 1 else bias.size(1),
             0 if bias is None or bias.size(1) == 1 else 1,
-            self.flat(edge_attr),
-            self.features,
             np.uint64(0 if seed is None else seed.item()),
             np.uint64(int(dropout_p * 2**53)),
             number(1 / (1 - dropout_p) if dropout_p < 1 else 0),
             number(1),
         )
+        self.shape = (
+            self.options, self.heads, self.starts, self.heads == self.kv_heads,
+        )  # fmt: skip
+        self.rows_sizes = (self.kv_heads * self.dim, self.kv_heads * self.value_dim, self.dim, self.value_dim)
         fixed = self.dim if self.dim == self.value_dim and self.dim in _FIXED_DIMS else 0
         self.kernel = (fixed, min(fixed, 64) if fixed else 8)
         self.work_per_edge = self.heads * (self.dim + self.value_dim + self.features)
@@ -734,9 +826,8 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _run(
             _forward_kernel(*call.kernel),
             _jobs(rows, call.batch, call.work_per_edge),
-            rows, H, call.query_heads, call.key_heads, call.value_heads, call.out_heads, call.shared,
-            call.feature_heads, call.options, call.query, call.key, call.value, call.edge_query,
-            call.num_keys, call.kv_heads * call.dim, call.kv_heads * call.value_dim, call.dim, call.value_dim,
+            rows, *call.shape, call.num_keys, *call.rows_sizes, call.features,
+            call.query, call.key, call.value, call.edge_attr, call.edge_query,
             flat_out, flat_peak, flat_norm, flat_aggregate, weights.numpy().reshape(-1),
         )  # fmt: skip
         _merge(rows, call.batch, (out.numpy(), aggregate.numpy()), peak.numpy(), norm.numpy())
@@ -773,17 +864,14 @@ def backward(
     stats = np.empty(call.batch * call.num_queries * 2 * (-(-H // 8) * 8), call.query.dtype)
     flat_grad_out, flat_grad_weights = call.flat(grad_out), call.flat(grad_weights)
     by_row = (
-        rows, H, call.query_heads, call.key_heads, call.value_heads, call.out_heads, call.shared,
-        call.feature_heads, call.options, call.query, call.key, call.value, call.edge_query,
-        call.num_keys, call.kv_heads * call.dim, call.kv_heads * call.value_dim, call.dim, call.value_dim,
+        rows, *call.shape, call.num_keys, *call.rows_sizes, call.features,
+        call.query, call.key, call.value, call.edge_attr, call.edge_query,
         call.flat(out), call.flat(lse), call.flat(aggregate), flat_grad_out, call.flat(grad_lse),
         call.flat(grad_aggregate), flat_grad_weights,
         stats, flat_grad_query, flat_grad_edge_query, grad_bias, grad_edge_attr, pairs,
     )  # fmt: skip
     by_column = (
-        columns, H, call.key_heads, call.query_heads, call.out_heads, call.value_heads, call.options,
-        call.query, call.key, call.value, call.num_queries, call.kv_heads * call.dim,
-        call.kv_heads * call.value_dim, call.dim, call.value_dim,
+        columns, *call.shape, call.num_queries, *call.rows_sizes, call.query, call.key, call.value,
         flat_grad_out, flat_grad_weights, stats, pairs, flat_grad_key, flat_grad_value,
     )  # fmt: skip
     # What is summed or kept per edge belongs to one leading index at a time.

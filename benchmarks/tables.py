@@ -1,0 +1,159 @@
+"""Writes the tables of the README from the committed results: `python -m benchmarks.tables`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.run import ALONE, BASELINE, MODES, RESULTS, read_rows
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+
+# Column of a table and the providers it stands for; of several the fastest is shown.
+PEERS = {
+    "PyG": ["pyg"],
+    "PyG compiled": ["pyg_compiled", "pyg_compiled_1t"],
+    "torch.sparse": ["torch_sparse"],
+    "DGL": ["dgl"],
+}
+TITLES = {
+    "forward": "Operator, forward",
+    "forward+backward": "Operator, forward and backward",
+    "layer": "`TransformerConv`, training step",
+    "layer+edges": "`TransformerConv` with 16 edge features, training step",
+}
+MAIN_SHAPE = ("8", "16")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument(
+        "--check", action="store_true", help="fail if the README is not what would be written"
+    )
+    options = parser.parse_args()
+
+    text = options.readme.read_text()
+    new = with_tables(text, tables(read_rows(options.results)))
+    if options.check:
+        return int(new != text)
+    options.readme.write_text(new)
+    return 0
+
+
+def with_tables(text: str, generated: str) -> str:
+    """`text` with what stands between the markers replaced."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"The text must hold `{BEGIN}` and `{END}` once each.")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{generated}\n{END}{rest.split(END)[1]}"
+
+
+def tables(rows: list[dict[str, str]]) -> str:
+    """All tables, in Markdown, with a line that says where the numbers come from."""
+    rows = [row for row in rows if row["ms"]]
+    most = max((row["threads"] for row in rows), key=int, default="")
+    main = [r for r in rows if r["threads"] == most and (r["heads"], r["dim"]) == MAIN_SHAPE]
+    parts = [_origin(rows)]
+    for mode in MODES:
+        if chosen := [row for row in main if row["mode"] == mode]:
+            title = f"**{TITLES[mode]}**, {MAIN_SHAPE[0]} heads of {MAIN_SHAPE[1]}, float32, {most} threads"
+            parts.append(f"{title}\n\n{mode_table(chosen)}")
+    title = "**Time over that of the strongest peer, every shape**: least and greatest over the graphs"
+    parts.append(f"{title}\n\n{shape_table(rows)}")
+    parts += [_alone(row) for row in rows if row["note"] == ALONE]
+    return "\n\n".join(parts)
+
+
+def mode_table(rows: list[dict[str, str]]) -> str:
+    """One line per graph: milliseconds of each contender and by how much graphattn is faster, then memory."""
+    peers = {t: names for t, names in PEERS.items() if any(row["provider"] in names for row in rows)}
+    floor = any(row["floor_ms"] for row in rows)
+    header = ["graph", "nodes", "edges", "graphattn ms", *(f"{title} ms" for title in peers)]
+    header += ["time / strongest", *(["time / floor"] if floor else []), "graphattn MB", "PyG MB"]
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        here = {row["provider"]: row for row in rows if row["case"] == case}
+        ours = here[BASELINE]
+        cells = [case, f"{int(ours['nodes']):,}", f"{int(ours['edges']):,}", _digits(ours["ms"])]
+        for names in peers.values():
+            found = [here[name] for name in names if name in here]
+            best = max(found, key=lambda row: float(row["ratio"]), default=None)
+            cells.append(f"{_digits(best['ms'])} ({1 / float(best['ratio']):.1f}×)" if best else "")
+        cells.append(_digits(strongest(here)))
+        if floor:
+            cells.append(_digits(float(ours["ms"]) / float(ours["floor_ms"])) if ours["floor_ms"] else "")
+        cells += [_digits(ours["extra_mb"]), _digits(here["pyg"]["extra_mb"]) if "pyg" in here else ""]
+        lines.append(cells)
+    return _markdown(header, lines)
+
+
+def shape_table(rows: list[dict[str, str]]) -> str:
+    """One line per number of threads and shape; on one thread the CPU time is compared."""
+    lines = []
+    compared = [row for row in rows if row["note"] != ALONE]
+    for threads, heads, dim in dict.fromkeys((r["threads"], r["heads"], r["dim"]) for r in compared):
+        cells = [f"{threads} (CPU time)" if threads == "1" else threads, f"{heads} × {dim}"]
+        for mode in MODES:
+            ratios = []
+            chosen = [
+                r
+                for r in compared
+                if (r["threads"], r["heads"], r["dim"], r["mode"]) == (threads, heads, dim, mode)
+            ]
+            for case in dict.fromkeys(row["case"] for row in chosen):
+                here = {row["provider"]: row for row in chosen if row["case"] == case}
+                if ratio := strongest(here, "cpu_ratio" if threads == "1" else "ratio"):
+                    ratios.append(ratio)
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
+        lines.append(cells)
+    return _markdown(["threads", "heads × dim", *MODES], lines)
+
+
+def _alone(row: dict[str, str]) -> str:
+    """A sentence on what no peer could hold in memory."""
+    return (
+        f"**{TITLES[row['mode']]}** on {int(row['nodes']):,} nodes and {int(row['edges']):,} edges, "
+        f"{row['heads']} heads of {row['dim']}, {row['threads']} threads: "
+        f"{float(row['ms']) / 1e3:.1f} s a call; the whole process peaks at "
+        f"{float(row['peak_mb']) / 1e3:.1f} GB, graph building included. No peer fits in memory."
+    )
+
+
+def strongest(rows: dict[str, dict[str, str]], column: str = "ratio") -> float | None:
+    """graphattn's time over that of the fastest peer; None without a peer."""
+    ratios = [float(row[column]) for name, row in rows.items() if name != BASELINE]
+    return max(ratios, default=None)
+
+
+def _origin(rows: list[dict[str, str]]) -> str:
+    def all_of(column: str) -> str:
+        return ", ".join(dict.fromkeys(row[column] for row in rows))
+
+    return (
+        f"Measured on {all_of('cores')} cores of {all_of('cpu')} with torch {all_of('torch')}, "
+        f"PyG {all_of('pyg')} and Numba {all_of('numba')}, at commit {all_of('commit')} on {all_of('date')}; "
+        "medians, with graphattn's speed-up in brackets. MB is what one call adds to resident memory at its "
+        "peak. The floor is the time a bare gather takes to read the same bytes. Made by "
+        "`python -m benchmarks.run` and `python -m benchmarks.tables`; do not edit."
+    )
+
+
+def _digits(number: str | float | None) -> str:
+    """Three significant digits, without an exponent."""
+    if number is None or number == "":
+        return ""
+    value = float(number)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""PyG's `TransformerConv` without its edge-wise tensors, and the switch that puts it into a whole model."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch_geometric import nn as pyg
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.typing import SparseTensor  # pyright: ignore[reportAttributeAccessIssue]
+from torch_geometric.utils import is_sparse
+
+from graphattn.attention import attention_weights, graph_attention
+from graphattn.graph import Graph, as_graph
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+_STAGES = ("propagate", "message", "aggregate")
+_MESSAGE_HOOKS = [f"_{stage}_forward_{kind}" for stage in _STAGES for kind in ("pre_hooks", "hooks")]
+_MESSAGE_METHODS = {name: getattr(pyg.TransformerConv, name) for name in ("message", "aggregate", "update")}
+
+
+class TransformerConv(pyg.TransformerConv):
+    r"""PyG's graph transformer layer: same parameters, same results, computed by one fused operator.
+
+    $$x'_i = W_1 x_i + \sum_{j \to i} \alpha_{ij} (W_2 x_j + W_6 e_{ij}), \qquad
+    \alpha_{ij} = \mathrm{softmax}_j \frac{(W_3 x_i)^\top (W_4 x_j + W_6 e_{ij})}{\sqrt{C}}$$
+
+    It is a `torch_geometric.nn.TransformerConv`, so `state_dict`, `repr`, `to_hetero`, `summary` and
+    explainers are PyG's own. A call reads one key and one value row per edge and holds O(N·heads·C + E)
+    numbers, where PyG holds about six tensors of E·heads·C. Messages run from `edge_index[0]` to
+    `edge_index[1]`, parallel edges count with their multiplicity, a node without an edge keeps `W_1 x_i`.
+
+    Edge-wise messages are built, at PyG's cost, only where they are asked for: by an explainer, by a
+    propagate, message or aggregate hook, by an `aggr` other than the sum, or by a subclass that overrides
+    `message`, `aggregate` or `update`. `decomposed_layers` has nothing to save here and is ignored.
+    `torch.compile` and `torch.export` take the layer, TorchScript does not.
+
+    Args:
+        in_channels: features of a node, or (source, target); -1 to read it off the first call.
+        out_channels: features C of a head.
+        heads: number of heads.
+        concat: concatenate the heads (`heads * C` outputs) or average them (`C` outputs).
+        beta: gate the skip connection, as in the paper. Needs `root_weight`.
+        dropout: probability in [0, 1] that an edge's weight is dropped in training.
+        edge_dim: features F of an edge; None for a graph without edge features.
+        bias: give the node projections a bias.
+        root_weight: add the skip connection `W_1 x_i`.
+        **kwargs: those of `torch_geometric.nn.MessagePassing`, such as `flow` and `aggr`.
+
+    Raises:
+        ValueError: `dropout` lies outside [0, 1].
+
+    Example:
+        >>> conv = TransformerConv(in_channels=8, out_channels=4, heads=2)
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> conv(torch.randn(3, 8), edge_index).shape
+        torch.Size([3, 8])
+
+    Shi et al., Masked Label Prediction: Unified Message Passing Model for Semi-Supervised
+    Classification, IJCAI 2021.
+    """
+
+    # When a class is first instantiated PyG puts a generated `propagate` on it and keeps the one it found for
+    # explainers: that must be the generic one, which applies masks, not the one generated for PyG's class.
+    propagate = pyg.MessagePassing.propagate
+    # PyG looks this up in class sources that it stores by class name, so this class hides its parent's:
+    # propagate_type: (query: Tensor, key: Tensor, value: Tensor, edge_attr: OptTensor)
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"`dropout` must be a probability in [0, 1], got {dropout}.")
+        super().__init__(
+            in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
+        )
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: Tensor | SparseTensor | Graph,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Node features in, node features out.
+
+        Args:
+            x: `[N, in_channels]`, or the pair (sources `[N_src, in]`, targets `[N_dst, in]`).
+            edge_index: integer `[2, E]`, sources in row 0 and targets in row 1 (a `[2, 2]` tensor too),
+                `EdgeIndex`, a sparse adjacency whose rows are targets (`torch.sparse` coo, csr, csc, or
+                `SparseTensor`), or a `Graph`. The graph built for an `edge_index` tensor is reused while
+                that same tensor comes back unmodified.
+            edge_attr: `[E, edge_dim]` in the order of the edges; also `[E]` for `edge_dim=1`. The features
+                of a sparse adjacency are the values it stores.
+            return_attention_weights: truthy to get the weights as well.
+
+        Returns:
+            `[N_dst, heads * C]`, or `[N_dst, C]` without `concat`. With `return_attention_weights`:
+            `(out, (edge_index, alpha))` with alpha `[E, heads]` before dropout and one row per edge of the
+            returned `edge_index`, which is the object passed in (for a `torch.sparse` adjacency alpha is in
+            the order of its values) and `graph.to_edge_index()` for a `Graph`. As in PyG, a `SparseTensor`
+            gives `(out, adj_t)` with alpha as its values.
+
+        Raises:
+            ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
+                together with `edge_attr` or with `flow="target_to_source"`.
+            TypeError: features that are not floating; edge features of another dtype than the layer's.
+            IndexError: a node id outside `[0, N)`.
+        """
+        x_src, x_dst = self._endpoints(x)
+        graph = as_graph(edge_index, size=(x_src.size(0), x_dst.size(0)), flow=self.flow)
+        edge_attr = self._edge_features(edge_index, edge_attr, graph.num_edges)
+
+        if self._builds_messages():
+            # int64: PyG's softmax has wrong gradients for int32 ids. A listing: PyG's layer refuses csc.
+            if isinstance(edge_index, Tensor) and edge_index.layout is torch.strided:
+                listing = edge_index.long()
+            else:
+                listing = graph.to_edge_index()
+            out, (_, alpha) = super().forward((x_src, x_dst), listing, edge_attr, True)
+        else:
+            H, C = self.heads, self.out_channels
+            query = self.lin_query(x_dst).view(-1, H, C)
+            key = self.lin_key(x_src).view(-1, H, C)
+            value = self.lin_value(x_src).view(-1, H, C)
+            edges: dict[str, Any] = {}
+            if self.lin_edge is not None and edge_attr is not None:
+                if self.lin_edge._forward_pre_hooks:  # they initialise a lazy weight, or prune one
+                    self.lin_edge(edge_attr[:0])
+                projection = self.lin_edge.weight.view(H, C, -1).transpose(1, 2)
+                edges = {"edge_attr": edge_attr, "edge_projection": projection}
+            dropout_p = self.dropout if self.training else 0.0
+            out: Any = graph_attention(query, key, value, graph, dropout_p=dropout_p, **edges)
+            out = self._with_skip(out.view(-1, H * C) if self.concat else out.mean(dim=1), x_dst)
+            if return_attention_weights:
+                alpha = attention_weights(query, key, graph, **edges)
+
+        if not return_attention_weights:
+            return out
+        if isinstance(edge_index, SparseTensor):
+            return out, edge_index.set_value(alpha, layout="coo")  # pyright: ignore[reportAttributeAccessIssue]
+        return out, (graph.to_edge_index() if isinstance(edge_index, Graph) else edge_index, alpha)
+
+    def _with_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
+        """`out` plus the skip connection, gated where `beta` is set."""
+        if not self.root_weight:
+            return out
+        skip = self.lin_skip(x_dst)
+        if self.lin_beta is None:
+            return out + skip
+        gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
+        return torch.lerp(out, skip, gate)
+
+    def _endpoints(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The features of sources and targets, checked."""
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        in_channels = self.in_channels
+        widths = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        for end, name, width in zip((x_src, x_dst), ("source", "target"), widths):
+            if end is None:
+                raise TypeError(
+                    f"`x` must hold the features of both ends, (x_src, x_dst): a target attends with a query "
+                    f"of its own. Got None for the {name} nodes; in a stack of HeteroConv a node type is "
+                    f"lost where no edge type of the layer before ends in it."
+                )
+            if not end.is_floating_point():
+                raise TypeError(f"`x` must be floating point, got {end.dtype} for the {name} nodes.")
+            if end.dim() != 2 or (width >= 0 and end.size(1) != width):
+                raise ValueError(
+                    f"`x` must have shape [nodes, {'channels' if width < 0 else width}] for the {name} nodes "
+                    f"with `in_channels={in_channels}`, got {list(end.shape)}."
+                )
+        return x_src, x_dst
+
+    def _edge_features(self, edge_index: Any, edge_attr: Tensor | None, num_edges: int) -> Tensor | None:
+        """The features `[E, edge_dim]` of the edges, from where they are stored, checked."""
+        if is_sparse(edge_index):
+            if edge_attr is not None:
+                raise ValueError(
+                    "A sparse adjacency must store the edge features as its values, got a separate "
+                    "`edge_attr` of unknown order. Build the adjacency with it, or pass an `edge_index`."
+                )
+            # one number an edge is a weight, which this layer has no use for, unless edge_dim asks for it
+            if self.edge_dim is not None or edge_index.dim() > 2:
+                is_tensor = isinstance(edge_index, Tensor)
+                edge_attr = edge_index.values() if is_tensor else edge_index.storage.value()
+        if edge_attr is None:
+            if self.edge_dim is None:
+                return None
+            raise ValueError(
+                f"`edge_attr` of shape [{num_edges}, {self.edge_dim}] must be given for this layer "
+                f"(`edge_dim={self.edge_dim}`), got None."
+            )
+        if self.edge_dim is None:
+            raise ValueError(
+                f"`edge_attr` must be None for a layer without edge features, got {list(edge_attr.shape)}. "
+                f"Build the layer with `edge_dim={edge_attr.size(-1)}`."
+            )
+        if edge_attr.dim() == 1 and self.edge_dim == 1:
+            edge_attr = edge_attr.unsqueeze(-1)
+        width = edge_attr.size(-1) if self.edge_dim < 0 else self.edge_dim
+        if edge_attr.dim() != 2 or edge_attr.size(1) != width or edge_attr.size(0) != num_edges:
+            raise ValueError(
+                f"`edge_attr` must have shape [{num_edges}, {width}] for these edges and "
+                f"`edge_dim={self.edge_dim}`, got {list(edge_attr.shape)}."
+            )
+        return edge_attr
+
+    def _builds_messages(self) -> bool:
+        """Whether somebody wants to see, change or aggregate otherwise the message of every edge."""
+        return bool(
+            self.explain
+            or type(self.aggr_module) is not SumAggregation
+            or any(getattr(self, hooks) for hooks in _MESSAGE_HOOKS)
+            or any(getattr(type(self), name) is not method for name, method in _MESSAGE_METHODS.items())
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            "TransformerConv: the fused operator has no TorchScript; use torch.compile or "
+            "torch.export, or torch_geometric.nn.TransformerConv with the same state_dict."
+        )
+
+
+def accelerate(model: _Model) -> _Model:
+    """Switches every PyG `TransformerConv` in `model` to the fused layer, in place.
+
+    Only layers of exactly that class change, also inside containers, `HeteroConv` and `to_hetero` models;
+    parameters, `state_dict` keys, hooks and results stay. Users' subclasses are left as they are.
+
+    Args:
+        model: any module, a layer itself included.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> from torch_geometric.nn import TransformerConv
+        >>> type(accelerate(TransformerConv(8, 4))).__module__
+        'graphattn.nn.conv'
+    """
+    for module in model.modules():
+        if type(module) is pyg.TransformerConv:
+            module.__class__ = TransformerConv
+    return model

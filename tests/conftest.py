@@ -1,0 +1,20 @@
+import hypothesis
+import pytest
+import torch
+
+# The same examples on every machine, and nothing left behind in the folder.
+hypothesis.settings.register_profile("graphattn", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("graphattn")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """`torch.empty` comes filled with NaN, so memory that is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,70 @@
+"""The package keeps to its layout: who may import whom, and what importing it does not load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphattn
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "graphattn").rglob("*.py"))
+ATTEND = """
+import torch
+from graphattn import SparseGraph, graph_attention
+x = torch.randn(3, 1, 4)
+graph_attention(x, x, x, SparseGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), 3))
+"""
+
+
+def python(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_imports_follow_the_contracts():
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 broken" in done.stdout and " 0 kept" not in done.stdout, done.stdout
+
+
+def test_works_without_optional_packages():
+    blocked = ("triton", "matplotlib", "transformers", "sklearn", "tqdm", "torch_sparse", "pyg_lib")
+    python(f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n{ATTEND}")
+
+
+def test_importing_loads_nothing_that_it_does_not_need():
+    heavy = ("matplotlib", "networkx", "sklearn", "transformers", "triton")
+    loaded = python(f"{ATTEND}\nimport sys; print([name for name in {heavy} if name in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_public_names():
+    for name in graphattn.__all__:
+        assert hasattr(graphattn, name), name
+    assert {"graph_attention", "attention_weights", "Graph", "SparseGraph"} <= set(graphattn.__all__)
+    assert {"as_graph", "union", "expander_graph", "global_graph", "accelerate", "nn"} <= set(
+        graphattn.__all__
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=[str(path.relative_to(ROOT)) for path in SOURCES])
+def test_library_code_neither_asserts_nor_prints(path):
+    """`python -O` must not switch a check off, and a library's output is its return value."""
+    found = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print")
+    ]
+    assert not found, f"{path.name}: lines {found}"
