@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from graphattn.kernels import reference
 
@@ -154,20 +153,24 @@ class _AttentionBackward(torch.autograd.Function):
         return grads
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grad_grads):
         arguments: list[Any] = [
             rest if tensor is None else tensor for tensor, rest in zip(ctx.saved_tensors, ctx.rest)
         ]
         grads, given = arguments[:4], arguments[8:]
+        create_graph = torch.is_grad_enabled()
+
+        def alone(x: Tensor) -> Tensor:
+            """The argument as a variable of its own, whatever else it is a function of."""
+            return x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+
         # The outputs among the arguments are functions of the inputs: their share is in the inputs'
         # derivative.
         with torch.enable_grad():
             inputs: list[Any] = [
-                x.detach().requires_grad_() if i in _FLOATING and x is not None else x
-                for i, x in enumerate(given)
+                alone(x) if i in _FLOATING and x is not None else x for i, x in enumerate(given)
             ]
-            grads = [grad.detach().requires_grad_() for grad in grads]
+            grads = [alone(grad) for grad in grads]
             floating = [inputs[i] for i in _FLOATING if inputs[i] is not None]
             outputs = reference.sparse_attention(*inputs[:6], *inputs[9:16])
             used = [i for i, x in enumerate(outputs) if x.requires_grad and (i < 3 or inputs[16])]
@@ -179,7 +182,9 @@ class _AttentionBackward(torch.autograd.Function):
                 materialize_grads=True,
             )
         seeds = [g for i, g in zip(_FLOATING, grad_grads) if inputs[i] is not None]
-        second = torch.autograd.grad(first, [*grads, *floating], seeds, materialize_grads=True)
+        second = torch.autograd.grad(
+            first, [*grads, *floating], seeds, create_graph=create_graph, materialize_grads=True
+        )
         return *second[:4], *[None] * 4, *_spread(second[4:], inputs)
 
     @staticmethod

@@ -173,14 +173,19 @@ def _put(sums, at, block, fresh, lanes):
 
 
 @_inlined
-def _find(offsets, nodes, first, count, last, base, size, rows, line):
-    """Where the rows of the block's far nodes start; those of the next _AHEAD edges are asked for."""
+def _find(offsets, nodes, count, base, size):
+    """Where the rows of the block's far nodes start."""
     for e in range(count):
-        offsets[e] = (base + nodes[first + e]) * size
-    for e in range(first + _AHEAD, min(first + count + _AHEAD, last + 1)):
-        ahead = (base + nodes[e]) * size
-        for c in range(0, size, line):
-            prefetch(rows, ahead + c)
+        offsets[e] = (base + nodes[e]) * size
+
+
+@_inlined
+def _ask(nodes, first, stop, base, rows, size, lines, line):
+    """Ask for the rows, of so many cache lines, of the nodes of some edges ahead."""
+    for e in range(first, stop):
+        at = after(rows, (base + nodes[e]) * size)
+        for c in range(lines):
+            prefetch(at, c * line)
 
 
 @_function
@@ -253,7 +258,8 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
         dtype = query_array.dtype
-        line = 64 // query_array.itemsize
+        line = 64 // query_array.itemsize  # numbers in a cache line
+        key_lines, value_lines = (key_row + line - 1) // line, (value_row + line - 1) // line
         one = splat(unit, 8)
         zero = one - one
         lowest = splat(np.finfo(dtype).min, 8)
@@ -301,18 +307,12 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                 for first in range(begin, end, BLOCK):
                     count, fresh = min(BLOCK, end - first), first == begin
                     edges = after(edge_id, first)
-                    _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
-                    _find(
-                        value_offsets,
-                        other,
-                        first,
-                        count,
-                        num_edges - 1,
-                        b * num_keys,
-                        value_row,
-                        value,
-                        line,
-                    )
+                    nodes, base = after(other, first), b * num_keys
+                    _find(key_offsets, nodes, count, base, key_row)
+                    _find(value_offsets, nodes, count, base, value_row)
+                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
+                    _ask(other, ask, last, base, key, key_row, key_lines, line)
+                    _ask(other, ask, last, base, value, value_row, value_lines, line)
                     _dots(
                         scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
                         count, heads, D, lanes,
@@ -399,7 +399,8 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
-        line = 64 // query_array.itemsize
+        line = 64 // query_array.itemsize  # numbers in a cache line
+        key_lines, value_lines = (key_row + line - 1) // line, (value_row + line - 1) // line
         one = splat(unit, 8)
         scales = splat(scale, 8)
         num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
@@ -470,18 +471,12 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                 for first in range(begin, end, BLOCK):
                     count, fresh = min(BLOCK, end - first), first == begin
                     edges = after(edge_id, first)
-                    _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
-                    _find(
-                        value_offsets,
-                        other,
-                        first,
-                        count,
-                        num_edges - 1,
-                        b * num_keys,
-                        value_row,
-                        value,
-                        line,
-                    )
+                    nodes, base = after(other, first), b * num_keys
+                    _find(key_offsets, nodes, count, base, key_row)
+                    _find(value_offsets, nodes, count, base, value_row)
+                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
+                    _ask(other, ask, last, base, key, key_row, key_lines, line)
+                    _ask(other, ask, last, base, value, value_row, value_lines, line)
                     _dots(
                         scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
                         count, heads, D, lanes,
@@ -588,11 +583,13 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
-        line = 64 // query_array.itemsize
+        line = 64 // query_array.itemsize  # numbers in a cache line
         one = splat(unit, 8)
         scales = splat(scale, 8)
         num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
         width = (heads + 7) // 8 * 8
+        query_lines, out_lines = (heads * D + line - 1) // line, (heads * Dv + line - 1) // line
+        stat_lines = (2 * width + line - 1) // line
         scores = pointer(scratch)
         grads = after(scores, BLOCK * width)
         slopes = after(grads, BLOCK * width)
@@ -626,9 +623,12 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                 for first in range(begin, end, BLOCK):
                     count, fresh = min(BLOCK, end - first), first == begin and regular
                     edges = after(edge_id, first)
-                    base, last = b * num_queries, num_edges - 1
-                    _find(query_offsets, other, first, count, last, base, heads * D, query, line)
-                    _find(out_offsets, other, first, count, last, base, heads * Dv, grad_out, line)
+                    nodes, base = after(other, first), b * num_queries
+                    _find(query_offsets, nodes, count, base, heads * D)
+                    _find(out_offsets, nodes, count, base, heads * Dv)
+                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
+                    _ask(other, ask, last, base, query, heads * D, query_lines, line)
+                    _ask(other, ask, last, base, grad_out, heads * Dv, out_lines, line)
                     if stored:
                         for e in range(count):
                             pair = after(pairs, edges[e] * 2 * heads)
@@ -636,7 +636,8 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                                 scores[e * width + h] = pair[h]
                                 grads[e * width + h] = pair[heads + h]
                     else:
-                        _find(stat_offsets, other, first, count, last, base, 2 * width, stats, line)
+                        _find(stat_offsets, nodes, count, base, 2 * width)
+                        _ask(other, ask, last, base, stats, 2 * width, stat_lines, line)
                         _dots(
                             scores, width, after(key, place * key_row), key_heads, query, query_offsets, query_heads,
                             regular, count, heads, D, lanes,
@@ -707,7 +708,7 @@ def _run(
     options: Options,
     heads: int,
     *arguments,
-):
+) -> None:
     """Call the kernel on every job, on as many threads as PyTorch uses, this one among them."""
     global _pool
     remaining = iter(jobs)  # taking the next job from it is one step under the interpreter lock
@@ -763,7 +764,8 @@ def _rows(pointer: Tensor, other: Tensor, edge_id: Tensor) -> Rows:
     return Rows(pointer, other, edge_id, pieces)
 
 
-def _merge(rows: Rows, batch: int, sums: Sequence[np.ndarray], peak=None, norm=None) -> None:
+@np.errstate(all="ignore")  # an infinite score makes NaN, as in any softmax
+def _merge(rows: Rows, sums: Sequence[np.ndarray], peak=None, norm=None) -> None:
     """Put the pieces of each long row together, in float64, in their order, and store the row.
 
     Arrays are [batch, rows and pieces, heads, ...]. With peak and norm the sums are of weights under a peak of their
@@ -790,6 +792,16 @@ def _merge(rows: Rows, batch: int, sums: Sequence[np.ndarray], peak=None, norm=N
             x[:, long] = merged / np.where(common == 0, 1, common)[..., None]
 
 
+@functools.cache
+def _starts(heads: int, kv_heads: int, dim: int, value_dim: int, features: int) -> np.ndarray:
+    """Where each head starts in the row of a node: of query, key, out, value, edge_query, and the shared edge_attr."""
+    head = np.arange(heads)
+    kv_head = head // (heads // kv_heads)
+    return np.stack(
+        [head * dim, kv_head * dim, head * value_dim, kv_head * value_dim, head * features, head * 0]
+    )
+
+
 class _Call:
     """The arguments of an operator call as the kernels take them."""
 
@@ -807,12 +819,6 @@ class _Call:
         self.transposed = colptr, row, edge_id_t
         self.query, self.key, self.value = self.flat(query), self.flat(key), self.flat(value)
         self.edge_query = self.flat(edge_query)
-        head = np.arange(self.heads)
-        kv_head = head // (self.heads // self.kv_heads)
-        self.starts = np.stack(
-            [head * self.dim, kv_head * self.dim, head * self.value_dim, kv_head * self.value_dim,
-             head * self.features, head * 0]
-        )  # fmt: skip
         self.edge_attr = self.flat(edge_attr)
         self.options = Options(
             number(scale),
@@ -825,9 +831,8 @@ class _Call:
             number(1 / (1 - dropout_p) if dropout_p < 1 else 0),
             number(1),
         )
-        self.shape = (
-            self.options, self.heads, self.starts, self.heads == self.kv_heads,
-        )  # fmt: skip
+        starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
+        self.shape = (self.options, self.heads, starts, self.heads == self.kv_heads)
         self.rows_sizes = (self.kv_heads * self.dim, self.kv_heads * self.value_dim, self.dim, self.value_dim)
         fixed = self.dim if self.dim == self.value_dim and self.dim in _FIXED_DIMS else 0
         self.kernel = (fixed, min(fixed, 64) if fixed else 8)
@@ -865,7 +870,7 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             call.query, call.key, call.value, call.edge_attr, call.edge_query,
             flat_out, flat_peak, flat_norm, flat_aggregate, weights.numpy().reshape(-1),
         )  # fmt: skip
-        _merge(rows, call.batch, (out.numpy(), aggregate.numpy()), peak.numpy(), norm.numpy())
+        _merge(rows, (out.numpy(), aggregate.numpy()), peak.numpy(), norm.numpy())
     lse = call.whole(rows, norm.log_().add_(peak))
     if return_weights:
         number = torch.from_numpy(rows.edge_id).long()
@@ -893,8 +898,8 @@ def backward(
     grad_edge_query, flat_grad_edge_query = call.rows_of(rows, H, call.features)
     grad_key, flat_grad_key = call.rows_of(columns, call.kv_heads, call.dim)
     grad_value, flat_grad_value = call.rows_of(columns, call.kv_heads, call.value_dim)
-    grad_bias = np.zeros(0 if bias is None else call.num_edges * H, call.query.dtype)
-    grad_edge_attr = np.zeros(call.num_edges * call.features, call.query.dtype)
+    grad_bias = np.zeros((0 if bias is None else call.num_edges, H), call.query.dtype)
+    grad_edge_attr = np.zeros((call.num_edges, call.features), call.query.dtype)
     pairs = np.empty(2 * call.num_edges * H if call.features else 0, call.query.dtype)
     stats = np.empty(call.batch * call.num_queries * 2 * (-(-H // 8) * 8), call.query.dtype)
     flat_grad_out, flat_grad_weights = call.flat(grad_out), call.flat(grad_weights)
@@ -903,7 +908,7 @@ def backward(
         call.query, call.key, call.value, call.edge_attr, call.edge_query,
         call.flat(out), call.flat(lse), call.flat(aggregate), flat_grad_out, call.flat(grad_lse),
         call.flat(grad_aggregate), flat_grad_weights,
-        stats, flat_grad_query, flat_grad_edge_query, grad_bias, grad_edge_attr, pairs,
+        stats, flat_grad_query, flat_grad_edge_query, grad_bias.reshape(-1), grad_edge_attr.reshape(-1), pairs,
     )  # fmt: skip
     by_column = (
         columns, *call.shape, call.num_queries, *call.rows_sizes, call.query, call.key, call.value,
@@ -924,8 +929,8 @@ def backward(
         for query_jobs, key_jobs in steps:
             _run(_query_kernel(*call.kernel), query_jobs, *by_row)
             _run(_key_kernel(*call.kernel), key_jobs, *by_column)
-        _merge(rows, call.batch, (grad_query.numpy(), grad_edge_query.numpy()))
-        _merge(columns, call.batch, (grad_key.numpy(), grad_value.numpy()))
+        _merge(rows, (grad_query.numpy(), grad_edge_query.numpy()))
+        _merge(columns, (grad_key.numpy(), grad_value.numpy()))
 
     def like(grad: Tensor, x: Tensor | None) -> Tensor:
         if x is None:
@@ -936,9 +941,7 @@ def backward(
         call.whole(rows, grad_query).to(inputs[0].dtype),
         call.whole(columns, grad_key).to(inputs[1].dtype),
         call.whole(columns, grad_value).to(inputs[2].dtype),
-        like(torch.from_numpy(grad_bias).view(-1, H), bias),
-        like(torch.from_numpy(grad_edge_attr).view(-1, call.features), edge_attr)
-        if call.features
-        else like(torch.zeros(()), edge_attr),
+        like(torch.from_numpy(grad_bias), bias),
+        like(torch.from_numpy(grad_edge_attr), edge_attr),
         like(call.whole(rows, grad_edge_query), edge_query),
     )
