@@ -17,6 +17,8 @@ Weights are not kept for it but computed again from lse (Dao et al. 2022, FlashA
 row and has one order: no two threads write one place, and results do not depend on the number of threads.
 """
 
+# pyright: reportCallIssue=false
+# (an intrinsic of graphattn.kernels.vector takes the typing context first, its callers do not pass it)
 import functools
 import itertools
 import math
@@ -27,7 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import literally, njit
+from numba import njit
+from numba.misc.special import literally
 from torch import Tensor
 
 from graphattn.kernels.vector import after, exp, load, maximum, pointer, prefetch, splat, store, total, totals
@@ -251,8 +254,9 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
     @_kernel
     def forward(
         b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
-        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit, starts, regular, num_keys, key_row, value_row,
-        key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
+        starts, regular, num_keys, key_row, value_row, key_dim, value_dim, F,
+        query_array, key_array, value_array, edge_attr_array, edge_query_array,
         out_array, peak_array, norm_array, aggregate_array, logits_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
@@ -364,8 +368,8 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                             kept_factor,
                         )  # fmt: skip
                     _sums(
-                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, fresh, count, heads,
-                        Dv, lanes,
+                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, fresh,
+                        count, heads, Dv, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
@@ -391,8 +395,9 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
     @_kernel
     def backward_query(
         b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
-        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit, starts, regular, num_keys, key_row, value_row,
-        key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
+        starts, regular, num_keys, key_row, value_row, key_dim, value_dim, F,
+        query_array, key_array, value_array, edge_attr_array, edge_query_array,
         out_array, lse_array, aggregate_array,
         grad_out_array, grad_lse_array, grad_aggregate_array, grad_weights_array,
         stats_array, grad_query_array, grad_edge_query_array, grad_bias_array, grad_edge_attr_array, pairs_array,
@@ -528,8 +533,8 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                     for f in range(0, count * width, 8):
                         store(grads, f, load(grads, f, 8) * load(slopes, f, 8) * scales)
                     _sums(
-                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, fresh, count, heads,
-                        D, lanes,
+                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, fresh,
+                        count, heads, D, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
@@ -577,7 +582,8 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
     @_kernel
     def backward_key(
         b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
-        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit, starts, regular, num_queries, key_row, value_row,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
+        starts, regular, num_queries, key_row, value_row,
         key_dim, value_dim, query_array, key_array, value_array, grad_out_array, grad_weights_array,
         stats_array, pairs_array, grad_key_array, grad_value_array,
     ):  # fmt: skip
@@ -751,45 +757,45 @@ def _jobs(rows: Rows, batch: int, work_per_edge: int) -> list[tuple[int, int, in
     return [(b, b + 1, start, stop) for b in range(batch) for start, stop in ranges]
 
 
-def _rows(pointer: Tensor, other: Tensor, edge_id: Tensor) -> Rows:
-    pointer, other, edge_id = pointer.numpy(), other.numpy(), edge_id.numpy()
-    pieces = np.empty((0, 3), np.int64)
-    if other.size > PIECE:
-        pieces = [
-            (row, first, min(first + PIECE, pointer[row + 1]))
-            for row in np.flatnonzero(np.diff(pointer) > PIECE)
-            for first in range(pointer[row], pointer[row + 1], PIECE)
-        ]
-        pieces = np.array(pieces, np.int64).reshape(-1, 3)
-    return Rows(pointer, other, edge_id, pieces)
+def _rows(rowptr: Tensor, col: Tensor, edge_id: Tensor) -> Rows:
+    pointer, other = rowptr.numpy(), col.numpy()
+    long = np.flatnonzero(np.diff(pointer) > PIECE) if other.size > PIECE else ()
+    pieces = [
+        (row, first, min(first + PIECE, pointer[row + 1]))
+        for row in long
+        for first in range(pointer[row], pointer[row + 1], PIECE)
+    ]
+    return Rows(pointer, other, edge_id.numpy(), np.array(pieces, np.int64).reshape(-1, 3))
 
 
 @np.errstate(all="ignore")  # an infinite score makes NaN, as in any softmax
-def _merge(rows: Rows, sums: Sequence[np.ndarray], peak=None, norm=None) -> None:
-    """Put the pieces of each long row together, in float64, in their order, and store the row.
+def _merge_weighted(rows: Rows, peak: np.ndarray, norm: np.ndarray, sums: Sequence[np.ndarray]) -> None:
+    """Put the pieces of each long row together, in their order, in float64, and store the row.
 
-    Arrays are [batch, rows and pieces, heads, ...]. With peak and norm the sums are of weights under a peak of their
-    own: they are brought under the common one, and divided by the common norm.
+    Arrays are [batch, rows and pieces, heads, ...]. Every piece has its sums of weights under a peak of its own: they
+    are brought under the common peak and divided by the common norm.
     """
     if rows.pieces.shape[0] == 0:
         return
-    num_rows = rows.pointer.size - 1
-    long, starts = np.unique(rows.pieces[:, 0], return_index=True)
-    if peak is not None:
-        piece_peak = peak[:, num_rows:].astype(np.float64)
-        top = np.maximum.reduceat(piece_peak, starts, axis=1)
-        factor = np.exp(piece_peak - np.repeat(top, np.diff([*starts, rows.pieces.shape[0]]), axis=1))
-        common = np.add.reduceat(norm[:, num_rows:] * factor, starts, axis=1)
-        peak[:, long], norm[:, long] = top, common
+    long, starts, counts = np.unique(rows.pieces[:, 0], return_index=True, return_counts=True)
+    first = rows.pointer.size - 1
+    peaks = peak[:, first:].astype(np.float64)
+    top = np.maximum.reduceat(peaks, starts, axis=1)
+    factor = np.exp(peaks - np.repeat(top, counts, axis=1))
+    common = np.add.reduceat(norm[:, first:] * factor, starts, axis=1)
+    peak[:, long], norm[:, long] = top, common
     for x in sums:
-        if x.size == 0:
-            continue
-        parts = x[:, num_rows:].astype(np.float64)
-        if peak is None:
-            x[:, long] = np.add.reduceat(parts, starts, axis=1)
-        else:
-            merged = np.add.reduceat(parts * factor[..., None], starts, axis=1)
-            x[:, long] = merged / np.where(common == 0, 1, common)[..., None]
+        merged = np.add.reduceat(x[:, first:] * factor[..., None], starts, axis=1)
+        x[:, long] = merged / np.where(common == 0, 1, common)[..., None]
+
+
+def _merge(rows: Rows, sums: Sequence[np.ndarray]) -> None:
+    """The same for plain sums."""
+    if rows.pieces.shape[0] == 0:
+        return
+    long, starts = np.unique(rows.pieces[:, 0], return_index=True)
+    for x in sums:
+        x[:, long] = np.add.reduceat(x[:, rows.pointer.size - 1 :].astype(np.float64), starts, axis=1)
 
 
 @functools.cache
@@ -870,7 +876,7 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             call.query, call.key, call.value, call.edge_attr, call.edge_query,
             flat_out, flat_peak, flat_norm, flat_aggregate, weights.numpy().reshape(-1),
         )  # fmt: skip
-        _merge(rows, (out.numpy(), aggregate.numpy()), peak.numpy(), norm.numpy())
+        _merge_weighted(rows, peak.numpy(), norm.numpy(), (out.numpy(), aggregate.numpy()))
     lse = call.whole(rows, norm.log_().add_(peak))
     if return_weights:
         number = torch.from_numpy(rows.edge_id).long()
