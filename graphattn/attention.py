@@ -168,7 +168,9 @@ def _attend(
         case SparseGraph():
             edge_query = None
             if edge_projection is not None:
-                edge_query = _contract("bnhd,hfd->bnhf", query, edge_projection)
+                # A query without an edge may hold NaN, and 0 · NaN would reach the projection's gradient.
+                idle = (graph.rowptr.diff() == 0).view(-1, 1, 1)
+                edge_query = _contract("bnhd,hfd->bnhf", query.masked_fill(idle, 0.0), edge_projection)
             out, lse, aggregate, weights = sparse_attention(
                 query, key, value,
                 graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,

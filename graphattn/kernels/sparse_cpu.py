@@ -877,13 +877,14 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             flat_out, flat_peak, flat_norm, flat_aggregate, weights.numpy().reshape(-1),
         )  # fmt: skip
         _merge_weighted(rows, peak.numpy(), norm.numpy(), (out.numpy(), aggregate.numpy()))
-    lse = call.whole(rows, norm.log_().add_(peak))
+    peak, norm = call.whole(rows, peak), call.whole(rows, norm)
     if return_weights:
+        # exp(s - peak) / norm: s - lse would lose the digits that a large lse has no room for.
         number = torch.from_numpy(rows.edge_id).long()
         row = torch.empty_like(number)
         row[number] = torch.repeat_interleave(torch.from_numpy(np.diff(rows.pointer)))
-        lse_of_row = torch.where(lse == -torch.inf, torch.inf, lse)
-        weights.sub_(lse_of_row[:, row]).exp_()
+        weights.sub_(peak[:, row]).exp_().div_(norm.clamp_min(torch.finfo(call.wide).tiny)[:, row])
+    lse = norm.log_().add_(peak)
     return call.whole(rows, out), lse, call.whole(rows, aggregate), weights
 
 
