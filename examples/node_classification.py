@@ -203,11 +203,11 @@ def train(layer: str, data: Data, settings: Settings, seed: int) -> Run:
     return Run(model, history[best_epoch]["val"], history[best_epoch]["test"], history)
 
 
-def seconds_per_epoch(data: Data, settings: Settings, rounds: int = 9) -> dict[str, list[float]]:
+def seconds_per_epoch(data: Data, settings: Settings) -> dict[str, list[float]]:
     """Time epochs of all layers in turn, so that whatever else the machine does meets each of them alike."""
     runs = {layer: new_model(layer, data, settings, seed=0) for layer in LAYERS}
     seconds: dict[str, list[float]] = {layer: [] for layer in LAYERS}
-    for _ in range(rounds + 1):
+    for _ in range(1 + min(9, settings.epochs)):
         for layer, (model, optimizer) in runs.items():
             start = time.perf_counter()
             one_epoch(model, optimizer, data)

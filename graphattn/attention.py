@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
 
 from graphattn.graph import Graph, SparseGraph
 from graphattn.kernels.sparse import sparse_attention
@@ -35,33 +36,34 @@ def graph_attention(
         out_i = \\sum_{j \\to i} \\mathrm{softmax}_j(s_{ij}) \\, v_j, \\qquad
         s_{ij} = \\mathrm{softcap}(scale \\cdot q_i \\cdot k_j) + bias_{ij}
 
-    On a complete graph this is full self-attention, on a chain truncated attention, on a citation graph a GNN layer.
-    Parallel edges count with their multiplicity; no edge is added or removed. A query with no edge, or whose every
-    score is -inf, gets exactly 0 with zero gradients. Scores and sums are float32 (float64 for float64 inputs), the
-    same bits on every call and for any number of threads. Takes O(E · heads · dim) time and, forward and backward,
-    O(N + E) memory: no tensor holds a row per edge and head. Under autocast all floating operands but float64 are
-    cast to its dtype.
+    On a complete graph this is full self-attention, on a chain truncated attention, on a citation graph a GNN
+    layer. Parallel edges count with their multiplicity; no edge is added or removed. A query with no edge, or
+    whose every score is -inf, gets exactly 0 with zero gradients. Scores and sums are float32 (float64 for
+    float64 inputs), the same bits on every call and for any number of threads. Takes O(E · heads · dim) time
+    and, forward and backward, O(N + E) memory: no tensor holds a row per edge and head. Under autocast all
+    floating operands but float64 are cast to its dtype.
 
-    With ``edge_attr`` e and ``edge_projection`` W the edge from j to i, head h, has key ``k_j + e_ij W_h`` and value
-    ``v_j + e_ij W_h``, the edge term of PyG's ``TransformerConv``. The products are regrouped,
-    :math:`q \\cdot (k + eW) = q \\cdot k + (Wq) \\cdot e` and :math:`\\sum α (v + eW) = \\sum α v + (\\sum α e) W`,
-    so that no projected edge is ever stored.
+    With ``edge_attr`` e and ``edge_projection`` W the edge from j to i, head h, has key ``k_j + e_ij W_h``
+    and value ``v_j + e_ij W_h``, the edge term of PyG's ``TransformerConv``. The products are regrouped,
+    :math:`q \\cdot (k + eW) = q \\cdot k + (Wq) \\cdot e` and
+    :math:`\\sum α (v + eW) = \\sum α v + (\\sum α e) W`, so that no projected edge is ever stored.
 
     Args:
-        query: ``[..., num_queries, heads, dim]``. Leading dimensions are a batch of feature sets on the same graph.
+        query: ``[..., num_queries, heads, dim]``. Leading dimensions are a batch of feature sets on the same
+            graph.
         key: ``[..., num_keys, kv_heads, dim]``; kv_heads divides heads, consecutive query heads share one.
         value: ``[..., num_keys, kv_heads, value_dim]``.
         graph: which query may attend to which key.
-        bias: added to the scores, in the graph's edge layout: ``[*edge_shape, heads]``, any of them 1. -inf removes
-            an edge.
+        bias: added to the scores, in the graph's edge layout: ``[*edge_shape, heads]``, any of them 1. -inf
+            removes an edge.
         edge_attr: ``[num_edges, features]``, on a ``SparseGraph``, together with edge_projection.
         edge_projection: ``[heads, features, dim]``; needs value_dim == dim.
         scale: factor of the scores, ``dim ** -0.5`` by default.
         softcap: c > 0 bounds the scaled scores by ``c · tanh(s / c)``, before the bias.
-        dropout_p: probability with which a weight is dropped, the others being divided by 1 - dropout_p. Drawn
-            from PyTorch's generator, one draw per edge, head and leading index.
-        return_lse: also return :math:`\\log \\sum_j \\exp s_{ij}`, ``[..., num_queries, heads]``, -inf where a query
-            has no edge, untouched by dropout, float32 (float64 for float64).
+        dropout_p: probability with which a weight is dropped, the others being divided by 1 - dropout_p.
+            Drawn from PyTorch's generator, one draw per edge, head and leading index.
+        return_lse: also return :math:`\\log \\sum_j \\exp s_{ij}`, ``[..., num_queries, heads]``, -inf where
+            a query has no edge, untouched by dropout, float32 (float64 for float64).
 
     Returns:
         ``[..., num_queries, heads, value_dim]`` in the dtype of query; with ``return_lse`` also lse.
@@ -69,8 +71,8 @@ def graph_attention(
     Raises:
         ValueError: a shape does not fit the graph or the other operands, or a number is out of its range.
         TypeError: an argument is of another kind, or the floating operands do not share one dtype.
-        NotImplementedError: forward-mode or ``torch.func.grad`` derivatives are asked for, or the tensors live on a
-            device that has no kernel.
+        NotImplementedError: forward-mode or ``torch.func.grad`` derivatives are asked for, or the tensors
+            live on a device that has no kernel.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [1, 1, 0]])  # 0 → 1, 1 → 1, 2 → 0
@@ -79,8 +81,8 @@ def graph_attention(
         >>> graph_attention(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), value, graph).flatten()
         tensor([6., 3., 0.])
 
-    Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017; the edge term: Shi et al.,
-    `Masked Label Prediction <https://arxiv.org/abs/2009.03509>`_, 2021.
+    Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017; the edge term: Shi
+    et al., `Masked Label Prediction <https://arxiv.org/abs/2009.03509>`_, 2021.
     """
     out, lse, _ = _attend(
         query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, False
@@ -118,7 +120,8 @@ def attention_weights(
         >>> attention_weights(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), graph).flatten()
         tensor([0.5000, 0.5000, 1.0000])
     """
-    # Without values the kernel only scores. The edge term needs value_dim == dim, so its values are not formed either.
+    # Without values the kernel only scores. The edge term needs value_dim == dim, so its values are not
+    # formed either.
     value = key[..., :0] if isinstance(key, Tensor) else key
     _, _, weights = _attend(
         query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, 0.0, True
@@ -128,8 +131,8 @@ def attention_weights(
 
 def _attend(
     query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, return_weights
-):
-    """Check once, fill defaults, call one kernel: (out, lse, weights)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check once, fill defaults, call one kernel: (out, lse, weights), the last empty unless asked for."""
     if not isinstance(graph, Graph):
         raise TypeError(
             f"`graph` must be a Graph, got {type(graph).__name__}. Build one with graphattn.as_graph."
@@ -164,14 +167,14 @@ def _attend(
     match graph:
         case SparseGraph():
             edge_query = None
-            if edge_attr is not None:
+            if edge_projection is not None:
                 edge_query = _contract("bnhd,hfd->bnhf", query, edge_projection)
             out, lse, aggregate, weights = sparse_attention(
                 query, key, value,
                 graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
                 bias, edge_attr, edge_query, seed, scale, softcap, dropout_p, return_weights,
             )  # fmt: skip
-            if edge_attr is not None and not return_weights:
+            if edge_projection is not None and not return_weights:
                 out = out + _contract("bnhf,hfd->bnhd", aggregate, edge_projection)
         case _:
             raise NotImplementedError(
@@ -179,7 +182,8 @@ def _attend(
             )
     out = out.to(query.dtype).view(*leading, *out.shape[1:])
     lse = lse.view(*leading, *lse.shape[1:])
-    weights = weights.view(*leading, *weights.shape[1:]) if return_weights else None
+    if return_weights:
+        weights = weights.view(*leading, *weights.shape[1:])
     return out, lse, weights
 
 
@@ -209,7 +213,8 @@ def _one_dtype(operands: dict, graph: Graph) -> dict:
     for name, x in operands.items():
         if x.dtype != dtype:
             raise TypeError(
-                f"`query` and `{name}` must have one dtype, got {dtype} and {x.dtype}. Convert one with `.to`."
+                f"`query` and `{name}` must have one dtype, got {dtype} and {x.dtype}."
+                f" Convert one with `.to`."
             )
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {dtype}.")
@@ -293,7 +298,7 @@ def _number(name: str, x: float, above: float = -math.inf) -> float:
 def _refuse_functional_grad(operands) -> None:
     if torch.compiler.is_compiling():
         return
-    if any(torch._C._functorch.is_gradtrackingtensor(x) for x in operands):
+    if any(is_gradtrackingtensor(x) for x in operands):
         raise NotImplementedError(
             "graph_attention's kernels have no rule for torch.func.grad and forward mode."
             " Use torch.autograd.grad or backward()."

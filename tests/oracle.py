@@ -8,6 +8,7 @@ once and differentiable; it is the oracle of the operator's tests. `Case` is one
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ def attention_by_loops(
     """Output, lse and weights by a literal loop in Python floats; `edges` are (key, query) pairs."""
     *leading, num_queries, heads, dim = query.shape
     group = heads // key.shape[-2]
-    scale = dim**-0.5 if scale is None else scale
+    factor: float = dim**-0.5 if scale is None else scale
     out = np.zeros((*leading, num_queries, heads, value.shape[-1]))
     lse = np.full((*leading, num_queries, heads), -math.inf)
     weights = np.zeros((*leading, len(edges), heads))
@@ -44,12 +45,13 @@ def attention_by_loops(
                     k = [float(x) for x in key[batch][source, h // group]]
                     v = [float(x) for x in value[batch][source, h // group]]
                     if edge_attr is not None:
+                        assert edge_projection is not None
                         for f in range(edge_attr.shape[1]):
                             for d in range(dim):
                                 feature = float(edge_attr[e, f]) * float(edge_projection[h, f, d])
                                 k[d] += feature
                                 v[d] += feature
-                    score = scale * sum(float(a) * b for a, b in zip(query[batch][i, h], k))
+                    score = factor * sum(float(a) * b for a, b in zip(query[batch][i, h], k))
                     if softcap is not None:
                         score = softcap * math.tanh(score / softcap)
                     if bias is not None:
@@ -91,15 +93,16 @@ def attention(
     """
     source, target = edge_index
     num_queries, heads = query.shape[-3], query.shape[-2]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.to(precision) for x in (query, key, value))
     q = q[..., target, :, :]
     k = k[..., source, :, :].repeat_interleave(heads // key.shape[-2], -2)
     v = v[..., source, :, :].repeat_interleave(heads // value.shape[-2], -2)
     if edge_attr is not None:
+        assert edge_projection is not None
         feature = torch.einsum("ef,hfd->ehd", edge_attr.to(precision), edge_projection.to(precision))
         k, v = k + feature, v + feature
-    score = scale * (q * k).sum(-1)
+    score = factor * (q * k).sum(-1)
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if bias is not None:
@@ -138,7 +141,7 @@ class Case:
     num_keys: int
     num_queries: int
     operands: dict[str, Tensor]
-    settings: dict[str, float]
+    settings: dict[str, Any]
     grad_out: Tensor
     grad_lse: Tensor
 

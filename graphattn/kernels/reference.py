@@ -7,8 +7,9 @@ For an edge from key j to query i, head h:
     out_i = Σ_j z_ij p_ij v_j,   aggregate_i = Σ_j z_ij p_ij e_ij
 
 with the edge features e_ij seen through one vector w_i per query and head (``edge_query``), and the dropout
-factor z_ij, 0 or 1 / (1 - dropout_p). It lists every edge and is as slow as that sounds: it is the oracle of the
-tests and, because PyTorch can differentiate it any number of times, the formula behind second derivatives.
+factor z_ij, 0 or 1 / (1 - dropout_p). It lists every edge and is as slow as that sounds: it is the oracle of
+the tests and, because PyTorch can differentiate it any number of times, the formula behind second
+derivatives.
 """
 
 import torch
@@ -18,9 +19,9 @@ from torch import Tensor
 def dropout_factors(seed: Tensor, edge_id: Tensor, batch: int, heads: int, dropout_p: float) -> Tensor:
     """Draw the factors ``[batch, E, heads]``: 0 with probability dropout_p, else 1 / (1 - dropout_p).
 
-    Every (leading index, edge, head) hashes its own number and the seed with SplitMix64 (Steele et al. 2014), so the
-    same draw can be made again, in any order, on any device. PyTorch has no unsigned 64-bit arithmetic: int64
-    products wrap the same way, and a mask turns the arithmetic right shift into a logical one.
+    Every (leading index, edge, head) hashes its own number and the seed with SplitMix64 (Steele et al. 2014),
+    so the same draw can be made again, in any order, on any device. PyTorch has no unsigned 64-bit
+    arithmetic: int64 products wrap the same way, and a mask makes the arithmetic right shift a logical one.
     """
 
     def shift(x: Tensor, bits: int) -> Tensor:
@@ -54,17 +55,19 @@ def sparse_attention(
     """Attend over the listed edges.
 
     Args:
-        query, key, value: ``[B, Nq, H, D]``, ``[B, Nk, Hkv, D]``, ``[B, Nk, Hkv, Dv]`` with H a multiple of Hkv.
-        rowptr, col, edge_id: the graph by query: edge ``rowptr[i] <= t < rowptr[i + 1]`` of query i comes from key
-            ``col[t]`` and has the number ``edge_id[t]`` in every per-edge tensor.
+        query, key, value: ``[B, Nq, H, D]``, ``[B, Nk, Hkv, D]``, ``[B, Nk, Hkv, Dv]`` with H a multiple of
+            Hkv.
+        rowptr, col, edge_id: the graph by query: edge ``rowptr[i] <= t < rowptr[i + 1]`` of query i comes
+            from key ``col[t]`` and has the number ``edge_id[t]`` in every per-edge tensor.
         bias: ``[E or 1, H or 1]``.
         edge_attr, edge_query: ``[E, F]`` and ``[B, Nq, H, F]``.
         seed: int64 ``[1]``, read where dropout_p > 0.
         softcap: 0 for none.
 
     Returns:
-        out ``[B, Nq, H, Dv]``, lse ``[B, Nq, H]``, aggregate ``[B, Nq, H, F]`` (F = 0 without features) and weights
-        ``[B, E, H]`` before dropout, in the order of the edge numbers; all float32, or float64 for float64 inputs.
+        out ``[B, Nq, H, Dv]``, lse ``[B, Nq, H]``, aggregate ``[B, Nq, H, F]`` (F = 0 without features) and
+        weights ``[B, E, H]`` before dropout, in the order of the edge numbers; all float32, or float64 for
+        float64 inputs.
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key, value = query.to(wide), key.to(wide), value.to(wide)

@@ -1,15 +1,15 @@
 """Attention on listed edges as PyTorch operators: schema, shapes, autograd and vmap; one body per device.
 
-``graphattn::sparse_attention`` saves its inputs, out, lse and aggregate: nothing with a row per edge and head.
-``graphattn::sparse_attention_backward`` recomputes the weights from lse. Its own derivative, which second
-derivatives ask for, is the one of the reference formula.
+``graphattn::sparse_attention`` saves its inputs, out, lse and aggregate: nothing with a row per edge and
+head. ``graphattn::sparse_attention_backward`` recomputes the weights from lse. Its own derivative, which
+second derivatives ask for, is the one of the reference formula.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from graphattn.kernels import reference
 
@@ -39,8 +39,8 @@ _FLOATING = (0, 1, 2, 9, 10, 11)  # query, key, value, bias, edge_attr, edge_que
 def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend over the edges of a graph: the schema above, the meaning of `reference.sparse_attention`.
 
-    Takes the indices by query and by key, and ``return_weights``; without it ``weights`` is empty. The outputs are
-    float32, or float64 for float64 inputs. Differentiable in reverse mode, twice in eager mode.
+    Takes the indices by query and by key, and ``return_weights``; without it ``weights`` is empty. The
+    outputs are float32, or float64 for float64 inputs. Differentiable in reverse mode, twice in eager mode.
     """
     return _forward(*inputs)
 
@@ -87,13 +87,12 @@ def _backward_fake(*arguments):
     )
 
 
-@torch.library.register_vmap("graphattn::sparse_attention", lib=_library)
 def _forward_vmap(info, in_dims, *inputs):
     """A mapped dimension of features is one more leading dimension; graph and options are shared."""
     if any(d is not None for i, d in enumerate(in_dims) if i not in (0, 1, 2, 11)):
         raise NotImplementedError(
-            "graph_attention's sparse kernel maps over query, key and value alone under vmap; the graph, bias,"
-            " edge_attr and dropout seed are shared. Call it in a loop for the others."
+            "graph_attention's sparse kernel maps over query, key and value alone under vmap; the graph,"
+            " bias, edge_attr and dropout seed are shared. Call it in a loop for the others."
         )
     inputs = list(inputs)
     for i in (0, 1, 2, 11):
@@ -103,6 +102,9 @@ def _forward_vmap(info, in_dims, *inputs):
     outputs = _forward(*inputs)
     mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:3])]
     return (*mapped, *outputs[len(mapped) :]), tuple([0] * len(mapped) + [None] * (4 - len(mapped)))
+
+
+torch.library.register_vmap("graphattn::sparse_attention", _forward_vmap, lib=_library)
 
 
 def _spread(grads: Sequence[Tensor], inputs: Sequence) -> list[Tensor | None]:
@@ -151,17 +153,24 @@ class _AttentionBackward(torch.autograd.Function):
         return grads
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grad_grads):
-        arguments = [rest if tensor is None else tensor for tensor, rest in zip(ctx.saved_tensors, ctx.rest)]
-        grads, inputs = arguments[:4], arguments[8:]
-        # The outputs among the arguments are functions of the inputs: their share is in the inputs' derivative.
+        arguments: list[Any] = [
+            rest if tensor is None else tensor for tensor, rest in zip(ctx.saved_tensors, ctx.rest)
+        ]
+        grads, given = arguments[:4], arguments[8:]
+        create_graph = torch.is_grad_enabled()
+
+        def alone(x: Tensor) -> Tensor:
+            """The argument as a variable of its own, whatever else it is a function of."""
+            return x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+
+        # The outputs among the arguments are functions of the inputs: their share is in the inputs'
+        # derivative.
         with torch.enable_grad():
-            inputs = [
-                x.detach().requires_grad_() if i in _FLOATING and x is not None else x
-                for i, x in enumerate(inputs)
+            inputs: list[Any] = [
+                alone(x) if i in _FLOATING and x is not None else x for i, x in enumerate(given)
             ]
-            grads = [grad.detach().requires_grad_() for grad in grads]
+            grads = [alone(grad) for grad in grads]
             floating = [inputs[i] for i in _FLOATING if inputs[i] is not None]
             outputs = reference.sparse_attention(*inputs[:6], *inputs[9:16])
             used = [i for i, x in enumerate(outputs) if x.requires_grad and (i < 3 or inputs[16])]
@@ -173,7 +182,9 @@ class _AttentionBackward(torch.autograd.Function):
                 materialize_grads=True,
             )
         seeds = [g for i, g in zip(_FLOATING, grad_grads) if inputs[i] is not None]
-        second = torch.autograd.grad(first, [*grads, *floating], seeds, materialize_grads=True)
+        second = torch.autograd.grad(
+            first, [*grads, *floating], seeds, create_graph=create_graph, materialize_grads=True
+        )
         return *second[:4], *[None] * 4, *_spread(second[4:], inputs)
 
     @staticmethod

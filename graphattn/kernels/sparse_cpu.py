@@ -17,6 +17,8 @@ Weights are not kept for it but computed again from lse (Dao et al. 2022, FlashA
 row and has one order: no two threads write one place, and results do not depend on the number of threads.
 """
 
+# pyright: reportCallIssue=false
+# (an intrinsic of graphattn.kernels.vector takes the typing context first, its callers do not pass it)
 import functools
 import itertools
 import math
@@ -27,7 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import literally, njit
+from numba import njit
+from numba.misc.special import literally
 from torch import Tensor
 
 from graphattn.kernels.vector import after, exp, load, maximum, pointer, prefetch, splat, store, total, totals
@@ -123,33 +126,69 @@ def _dots(scores, width, own, own_heads, rows, offsets, row_heads, regular, coun
 
 
 @_function
-def _sums(sums, sum_heads, weights, width, rows, offsets, row_heads, count, heads, dim, lanes):
-    """sums[h] += Σ_e weights[e, h] · rows[offsets[e], h] for a block of edges."""
+def _sums(sums, sum_heads, weights, width, rows, offsets, row_heads, fresh, count, heads, dim, lanes):
+    """sums[h] += Σ_e weights[e, h] · rows[offsets[e], h] for a block of edges; fresh: sums[h] = ..."""
     even = dim - dim % literally(lanes)
-    for h in range(heads):
+    done = 0
+    if dim == lanes and lanes <= 16:  # four heads at a time: their sums fit the registers
+        for h in range(0, heads - 3, 4):
+            at = after(rows, offsets[0])
+            a = splat(weights[h], lanes) * load(at, row_heads[h], lanes)
+            b = splat(weights[h + 1], lanes) * load(at, row_heads[h + 1], lanes)
+            c = splat(weights[h + 2], lanes) * load(at, row_heads[h + 2], lanes)
+            d = splat(weights[h + 3], lanes) * load(at, row_heads[h + 3], lanes)
+            for e in range(1, count):
+                at = after(rows, offsets[e])
+                weight = after(weights, e * width + h)
+                a = a + splat(weight[0], lanes) * load(at, row_heads[h], lanes)
+                b = b + splat(weight[1], lanes) * load(at, row_heads[h + 1], lanes)
+                c = c + splat(weight[2], lanes) * load(at, row_heads[h + 2], lanes)
+                d = d + splat(weight[3], lanes) * load(at, row_heads[h + 3], lanes)
+            _put(sums, sum_heads[h], a, fresh, lanes)
+            _put(sums, sum_heads[h + 1], b, fresh, lanes)
+            _put(sums, sum_heads[h + 2], c, fresh, lanes)
+            _put(sums, sum_heads[h + 3], d, fresh, lanes)
+        done = heads - heads % 4
+    for h in range(done, heads):
         to = after(sums, sum_heads[h])
         head = after(rows, row_heads[h])
         for c in range(0, even, lanes):
             block = splat(weights[h], lanes) * load(head, offsets[0] + c, lanes)
             for e in range(1, count):
                 block = block + splat(weights[e * width + h], lanes) * load(head, offsets[e] + c, lanes)
-            store(to, c, load(to, c, lanes) + block)
+            _put(to, c, block, fresh, lanes)
         for c in range(even, dim):
             tail = weights[h] * head[offsets[0] + c]
             for e in range(1, count):
                 tail += weights[e * width + h] * head[offsets[e] + c]
-            to[c] += tail
+            if fresh:
+                to[c] = tail
+            else:
+                to[c] += tail
 
 
 @_inlined
-def _find(offsets, nodes, first, count, last, base, size, rows, line):
-    """Where the rows of the block's far nodes start; those of the next _AHEAD edges are asked for."""
+def _put(sums, at, block, fresh, lanes):
+    if fresh:
+        store(sums, at, block)
+    else:
+        store(sums, at, load(sums, at, literally(lanes)) + block)
+
+
+@_inlined
+def _find(offsets, nodes, count, base, size):
+    """Where the rows of the block's far nodes start."""
     for e in range(count):
-        offsets[e] = (base + nodes[first + e]) * size
-    for e in range(first + _AHEAD, min(first + count + _AHEAD, last + 1)):
-        ahead = (base + nodes[e]) * size
-        for c in range(0, size, line):
-            prefetch(rows, ahead + c)
+        offsets[e] = (base + nodes[e]) * size
+
+
+@_inlined
+def _ask(nodes, first, stop, base, rows, size, lines, line):
+    """Ask for the rows, of so many cache lines, of the nodes of some edges ahead."""
+    for e in range(first, stop):
+        at = after(rows, (base + nodes[e]) * size)
+        for c in range(lines):
+            prefetch(at, c * line)
 
 
 @_function
@@ -214,19 +253,22 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
 
     @_kernel
     def forward(
-        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_keys, key_row, value_row,
-        key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
+        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
+        starts, regular, num_keys, key_row, value_row, key_dim, value_dim, F,
+        query_array, key_array, value_array, edge_attr_array, edge_query_array,
         out_array, peak_array, norm_array, aggregate_array, logits_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
         dtype = query_array.dtype
-        line = 64 // query_array.itemsize
-        one = splat(options.one, 8)
+        line = 64 // query_array.itemsize  # numbers in a cache line
+        key_lines, value_lines = (key_row + line - 1) // line, (value_row + line - 1) // line
+        one = splat(unit, 8)
         zero = one - one
         lowest = splat(np.finfo(dtype).min, 8)
         tiny = splat(np.finfo(dtype).tiny, 8)
-        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
+        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
         width = (heads + 7) // 8 * 8
         scores = pointer(scratch)
         extra = after(scores, BLOCK * width)
@@ -241,46 +283,40 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
         edge_attr, edge_query = pointer(edge_attr_array), pointer(edge_query_array)
         out, aggregate = pointer(out_array), pointer(aggregate_array)
         peaks, norms, logits = pointer(peak_array), pointer(norm_array), pointer(logits_array)
-        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
         query_heads = pointer(starts)
         key_heads = after(query_heads, heads)
         out_heads = after(query_heads, 2 * heads)
         value_heads = after(query_heads, 3 * heads)
         feature_heads = after(query_heads, 4 * heads)
         shared = after(query_heads, 5 * heads)
-        biased, keep_logits = options.bias.size > 0, logits_array.size > 0
+        biased, keep_logits = biases.size > 0, logits_array.size > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
-                    i, begin, end = np.int64(s), rows.pointer[s], rows.pointer[s + 1]
+                    i, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
                     if end - begin > PIECE:
                         continue
                 else:
-                    i, begin, end = rows.pieces[s - num_rows]
+                    i, begin, end = pieces[s - num_rows]
                 single = end - begin <= BLOCK and s < num_rows
                 place = (b * num_rows + i) * heads
                 at = (b * (num_rows + num_pieces) + s) * heads
-                _clear(after(out, at * Dv), heads * Dv)
-                if F > 0:
+                if begin == end:
+                    _clear(after(out, at * Dv), heads * Dv)
                     _clear(after(aggregate, at * F), heads * F)
                 for h in range(0, width, 8):
                     store(peak, h, lowest)
                     store(norm, h, zero)
                 for first in range(begin, end, BLOCK):
-                    count = min(BLOCK, end - first)
+                    count, fresh = min(BLOCK, end - first), first == begin
                     edges = after(edge_id, first)
-                    _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
-                    _find(
-                        value_offsets,
-                        other,
-                        first,
-                        count,
-                        num_edges - 1,
-                        b * num_keys,
-                        value_row,
-                        value,
-                        line,
-                    )
+                    nodes, base = after(other, first), b * num_keys
+                    _find(key_offsets, nodes, count, base, key_row)
+                    _find(value_offsets, nodes, count, base, value_row)
+                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
+                    _ask(other, ask, last, base, key, key_row, key_lines, line)
+                    _ask(other, ask, last, base, value, value_row, value_lines, line)
                     _dots(
                         scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
                         count, heads, D, lanes,
@@ -290,12 +326,12 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                             scores, width, after(edge_query, place * F), feature_heads, edge_attr, shared, edges,
                             count, heads, F, feature_offsets, extra,
                         )  # fmt: skip
-                    factor = splat(options.scale, 8)
-                    if biased or options.softcap > 0:
+                    factor = splat(scale, 8)
+                    if biased or softcap > 0:
                         factor = one
                         _modify(
-                            scores, slopes, width, edges, count, heads, options.scale, options.softcap, options.one,
-                            bias, biased, options.bias_edge_step, options.bias_head_step,
+                            scores, slopes, width, edges, count, heads, scale, softcap, unit,
+                            bias, biased, bias_edge_step, bias_head_step,
                         )  # fmt: skip
                     for h in range(0, width, 8):
                         old = load(peak, h, 8)
@@ -323,22 +359,22 @@ def _forward_kernel(dim: int, lanes: int) -> Callable:
                             inverse = one / maximum(tiny, block)
                             for e in range(count):
                                 store(scores, e * width + h, load(scores, e * width + h, 8) * inverse)
-                    if first > begin:
+                    if not fresh:
                         _scale_row(after(out, at * Dv), heads, Dv, change)
                         _scale_row(after(aggregate, at * F), heads, F, change)
-                    if options.drop_below > 0:
+                    if drop_below > 0:
                         _drop(
-                            scores, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                            options.kept,
+                            scores, width, edges, b * num_edges, count, heads, seed, drop_below,
+                            kept_factor,
                         )  # fmt: skip
                     _sums(
-                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, count, heads,
-                        Dv, lanes,
+                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, fresh,
+                        count, heads, Dv, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
                             after(aggregate, at * F), feature_heads, scores, width, edge_attr, feature_offsets, shared,
-                            count, heads, F, 8,
+                            fresh, count, heads, F, 8,
                         )  # fmt: skip
                 for h in range(heads):
                     peaks[at + h] = peak[h]
@@ -358,18 +394,21 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
 
     @_kernel
     def backward_query(
-        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_keys, key_row, value_row,
-        key_dim, value_dim, F, query_array, key_array, value_array, edge_attr_array, edge_query_array,
+        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
+        starts, regular, num_keys, key_row, value_row, key_dim, value_dim, F,
+        query_array, key_array, value_array, edge_attr_array, edge_query_array,
         out_array, lse_array, aggregate_array,
         grad_out_array, grad_lse_array, grad_aggregate_array, grad_weights_array,
         stats_array, grad_query_array, grad_edge_query_array, grad_bias_array, grad_edge_attr_array, pairs_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
-        line = 64 // query_array.itemsize
-        one = splat(options.one, 8)
-        scale = splat(options.scale, 8)
-        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
+        line = 64 // query_array.itemsize  # numbers in a cache line
+        key_lines, value_lines = (key_row + line - 1) // line, (value_row + line - 1) // line
+        one = splat(unit, 8)
+        scales = splat(scale, 8)
+        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
         width = (heads + 7) // 8 * 8
         scores = pointer(scratch)
         grads = after(scores, BLOCK * width)
@@ -389,21 +428,21 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
         stats, grad_query = pointer(stats_array), pointer(grad_query_array)
         grad_edge_query, grad_bias = pointer(grad_edge_query_array), pointer(grad_bias_array)
         grad_edge_attr, pairs = pointer(grad_edge_attr_array), pointer(pairs_array)
-        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
         query_heads = pointer(starts)
         key_heads = after(query_heads, heads)
         out_heads = after(query_heads, 2 * heads)
         value_heads = after(query_heads, 3 * heads)
         feature_heads = after(query_heads, 4 * heads)
         shared = after(query_heads, 5 * heads)
-        biased, through_weights = options.bias.size > 0, grad_weights_array.size > 0
-        bias_trained, dropping = grad_bias_array.size > 0, options.drop_below > 0
+        biased, through_weights = biases.size > 0, grad_weights_array.size > 0
+        bias_trained, dropping = grad_bias_array.size > 0, drop_below > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
-                    i, begin, end = np.int64(s), rows.pointer[s], rows.pointer[s + 1]
+                    i, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
                 else:
-                    i, begin, end = rows.pieces[s - num_rows]
+                    i, begin, end = pieces[s - num_rows]
                 place = (b * num_rows + i) * heads
                 here[0] = 0
                 _dots(
@@ -431,24 +470,18 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                     if end - begin > PIECE:
                         continue
                 at = (b * (num_rows + num_pieces) + s) * heads
-                _clear(after(grad_query, at * D), heads * D)
-                if F > 0:
+                if begin == end:
+                    _clear(after(grad_query, at * D), heads * D)
                     _clear(after(grad_edge_query, at * F), heads * F)
                 for first in range(begin, end, BLOCK):
-                    count = min(BLOCK, end - first)
+                    count, fresh = min(BLOCK, end - first), first == begin
                     edges = after(edge_id, first)
-                    _find(key_offsets, other, first, count, num_edges - 1, b * num_keys, key_row, key, line)
-                    _find(
-                        value_offsets,
-                        other,
-                        first,
-                        count,
-                        num_edges - 1,
-                        b * num_keys,
-                        value_row,
-                        value,
-                        line,
-                    )
+                    nodes, base = after(other, first), b * num_keys
+                    _find(key_offsets, nodes, count, base, key_row)
+                    _find(value_offsets, nodes, count, base, value_row)
+                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
+                    _ask(other, ask, last, base, key, key_row, key_lines, line)
+                    _ask(other, ask, last, base, value, value_row, value_lines, line)
                     _dots(
                         scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
                         count, heads, D, lanes,
@@ -466,12 +499,12 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                             grads, width, after(grad_aggregate, place * F), feature_heads, edge_attr, shared, edges,
                             count, heads, F, feature_offsets, extra,
                         )  # fmt: skip
-                    factor = scale
-                    if biased or options.softcap > 0:
+                    factor = scales
+                    if biased or softcap > 0:
                         factor = one
                         _modify(
-                            scores, slopes, width, edges, count, heads, options.scale, options.softcap, options.one,
-                            bias, biased, options.bias_edge_step, options.bias_head_step,
+                            scores, slopes, width, edges, count, heads, scale, softcap, unit,
+                            bias, biased, bias_edge_step, bias_head_step,
                         )  # fmt: skip
                     for h in range(0, width, 8):
                         for e in range(count):
@@ -480,8 +513,8 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                             store(kept, e * width + h, p)
                     if dropping:
                         _drop(
-                            grads, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                            options.kept,
+                            grads, width, edges, b * num_edges, count, heads, seed, drop_below,
+                            kept_factor,
                         )  # fmt: skip
                     if through_weights:
                         for e in range(count):
@@ -498,20 +531,20 @@ def _query_kernel(dim: int, lanes: int) -> Callable:
                             for h in range(heads):
                                 grad_bias[edges[e] * heads + h] += grads[e * width + h]
                     for f in range(0, count * width, 8):
-                        store(grads, f, load(grads, f, 8) * load(slopes, f, 8) * scale)
+                        store(grads, f, load(grads, f, 8) * load(slopes, f, 8) * scales)
                     _sums(
-                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, count, heads,
-                        D, lanes,
+                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, fresh,
+                        count, heads, D, lanes,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
                             after(grad_edge_query, at * F), feature_heads, grads, width, edge_attr, feature_offsets,
-                            shared, count, heads, F, 8,
+                            shared, fresh, count, heads, F, 8,
                         )  # fmt: skip
                         if dropping:
                             _drop(
-                                kept, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                                options.kept,
+                                kept, width, edges, b * num_edges, count, heads, seed, drop_below,
+                                kept_factor,
                             )  # fmt: skip
                         _feature_grads(
                             grad_edge_attr, pairs, kept, grads, width, edges, count, heads, F,
@@ -548,17 +581,21 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
 
     @_kernel
     def backward_key(
-        b_start, b_stop, start, stop, scratch, offsets, rows, options, heads, starts, regular, num_queries, key_row, value_row,
+        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
+        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
+        starts, regular, num_queries, key_row, value_row,
         key_dim, value_dim, query_array, key_array, value_array, grad_out_array, grad_weights_array,
         stats_array, pairs_array, grad_key_array, grad_value_array,
     ):  # fmt: skip
         D = dim if dim > 0 else key_dim
         Dv = dim if dim > 0 else value_dim
-        line = 64 // query_array.itemsize
-        one = splat(options.one, 8)
-        scale = splat(options.scale, 8)
-        num_rows, num_pieces, num_edges = rows.pointer.size - 1, rows.pieces.shape[0], rows.other.size
+        line = 64 // query_array.itemsize  # numbers in a cache line
+        one = splat(unit, 8)
+        scales = splat(scale, 8)
+        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
         width = (heads + 7) // 8 * 8
+        query_lines, out_lines = (heads * D + line - 1) // line, (heads * Dv + line - 1) // line
+        stat_lines = (2 * width + line - 1) // line
         scores = pointer(scratch)
         grads = after(scores, BLOCK * width)
         slopes = after(grads, BLOCK * width)
@@ -569,31 +606,35 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
         grad_out, grad_weights = pointer(grad_out_array), pointer(grad_weights_array)
         stats, pairs = pointer(stats_array), pointer(pairs_array)
         grad_key, grad_value = pointer(grad_key_array), pointer(grad_value_array)
-        other, edge_id, bias = pointer(rows.other), pointer(rows.edge_id), pointer(options.bias)
+        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
         query_heads = pointer(starts)
         key_heads = after(query_heads, heads)
         out_heads = after(query_heads, 2 * heads)
         value_heads = after(query_heads, 3 * heads)
-        biased, through_weights = options.bias.size > 0, grad_weights_array.size > 0
-        stored, dropping = pairs_array.size > 0, options.drop_below > 0
+        biased, through_weights = biases.size > 0, grad_weights_array.size > 0
+        stored, dropping = pairs_array.size > 0, drop_below > 0
         for b in range(b_start, b_stop):
             for s in range(start, stop):
                 if s < num_rows:
-                    j, begin, end = np.int64(s), rows.pointer[s], rows.pointer[s + 1]
+                    j, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
                     if end - begin > PIECE:
                         continue
                 else:
-                    j, begin, end = rows.pieces[s - num_rows]
+                    j, begin, end = pieces[s - num_rows]
                 at = b * (num_rows + num_pieces) + s
                 place = b * num_rows + j
-                _clear(after(grad_key, at * key_row), key_row)
-                _clear(after(grad_value, at * value_row), value_row)
+                if begin == end or not regular:
+                    _clear(after(grad_key, at * key_row), key_row)
+                    _clear(after(grad_value, at * value_row), value_row)
                 for first in range(begin, end, BLOCK):
-                    count = min(BLOCK, end - first)
+                    count, fresh = min(BLOCK, end - first), first == begin and regular
                     edges = after(edge_id, first)
-                    base, last = b * num_queries, num_edges - 1
-                    _find(query_offsets, other, first, count, last, base, heads * D, query, line)
-                    _find(out_offsets, other, first, count, last, base, heads * Dv, grad_out, line)
+                    nodes, base = after(other, first), b * num_queries
+                    _find(query_offsets, nodes, count, base, heads * D)
+                    _find(out_offsets, nodes, count, base, heads * Dv)
+                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
+                    _ask(other, ask, last, base, query, heads * D, query_lines, line)
+                    _ask(other, ask, last, base, grad_out, heads * Dv, out_lines, line)
                     if stored:
                         for e in range(count):
                             pair = after(pairs, edges[e] * 2 * heads)
@@ -601,7 +642,8 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                                 scores[e * width + h] = pair[h]
                                 grads[e * width + h] = pair[heads + h]
                     else:
-                        _find(stat_offsets, other, first, count, last, base, 2 * width, stats, line)
+                        _find(stat_offsets, nodes, count, base, 2 * width)
+                        _ask(other, ask, last, base, stats, 2 * width, stat_lines, line)
                         _dots(
                             scores, width, after(key, place * key_row), key_heads, query, query_offsets, query_heads,
                             regular, count, heads, D, lanes,
@@ -610,17 +652,17 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                             grads, width, after(value, place * value_row), value_heads, grad_out, out_offsets,
                             out_heads, regular, count, heads, Dv, lanes,
                         )  # fmt: skip
-                        factor = scale
-                        if biased or options.softcap > 0:
+                        factor = scales
+                        if biased or softcap > 0:
                             factor = one
                             _modify(
-                                scores, slopes, width, edges, count, heads, options.scale, options.softcap,
-                                options.one, bias, biased, options.bias_edge_step, options.bias_head_step,
+                                scores, slopes, width, edges, count, heads, scale, softcap,
+                                unit, bias, biased, bias_edge_step, bias_head_step,
                             )  # fmt: skip
                         if dropping:
                             _drop(
-                                grads, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                                options.kept,
+                                grads, width, edges, b * num_edges, count, heads, seed, drop_below,
+                                kept_factor,
                             )  # fmt: skip
                         if through_weights:
                             for e in range(count):
@@ -635,19 +677,19 @@ def _key_kernel(dim: int, lanes: int) -> Callable:
                                 p = exp(load(scores, f, 8) * factor - load(stat, h, 8))
                                 grad = p * (load(grads, f, 8) - load(stat, width + h, 8))
                                 store(scores, f, p)
-                                store(grads, f, grad * load(slopes, f, 8) * scale)
+                                store(grads, f, grad * load(slopes, f, 8) * scales)
                         if dropping:
                             _drop(
-                                scores, width, edges, b * num_edges, count, heads, options.seed, options.drop_below,
-                                options.kept,
+                                scores, width, edges, b * num_edges, count, heads, seed, drop_below,
+                                kept_factor,
                             )  # fmt: skip
                     _sums(
                         after(grad_value, at * value_row), value_heads, scores, width, grad_out, out_offsets,
-                        out_heads, count, heads, Dv, lanes,
+                        out_heads, fresh, count, heads, Dv, lanes,
                     )  # fmt: skip
                     _sums(
                         after(grad_key, at * key_row), key_heads, grads, width, query, query_offsets, query_heads,
-                        count, heads, D, lanes,
+                        fresh, count, heads, D, lanes,
                     )  # fmt: skip
 
     return backward_key
@@ -672,7 +714,7 @@ def _run(
     options: Options,
     heads: int,
     *arguments,
-):
+) -> None:
     """Call the kernel on every job, on as many threads as PyTorch uses, this one among them."""
     global _pool
     remaining = iter(jobs)  # taking the next job from it is one step under the interpreter lock
@@ -682,7 +724,7 @@ def _run(
         scratch = np.ones((5 * BLOCK + 3) * (-(-heads // 8) * 8), options.scale.dtype)
         offsets = np.empty(3 * BLOCK + 1, np.int64)
         for job in remaining:
-            kernel(*job, scratch, offsets, rows, options, heads, *arguments)
+            kernel(*job, scratch, offsets, heads, *rows, *options, *arguments)
 
     others = min(torch.get_num_threads(), len(jobs)) - 1
     if others < 1:
@@ -715,44 +757,55 @@ def _jobs(rows: Rows, batch: int, work_per_edge: int) -> list[tuple[int, int, in
     return [(b, b + 1, start, stop) for b in range(batch) for start, stop in ranges]
 
 
-def _rows(pointer: Tensor, other: Tensor, edge_id: Tensor) -> Rows:
-    pointer, other, edge_id = pointer.numpy(), other.numpy(), edge_id.numpy()
-    pieces = np.empty((0, 3), np.int64)
-    if other.size > PIECE:
-        pieces = [
-            (row, first, min(first + PIECE, pointer[row + 1]))
-            for row in np.flatnonzero(np.diff(pointer) > PIECE)
-            for first in range(pointer[row], pointer[row + 1], PIECE)
-        ]
-        pieces = np.array(pieces, np.int64).reshape(-1, 3)
-    return Rows(pointer, other, edge_id, pieces)
+def _rows(rowptr: Tensor, col: Tensor, edge_id: Tensor) -> Rows:
+    pointer, other = rowptr.numpy(), col.numpy()
+    long = np.flatnonzero(np.diff(pointer) > PIECE) if other.size > PIECE else ()
+    pieces = [
+        (row, first, min(first + PIECE, pointer[row + 1]))
+        for row in long
+        for first in range(pointer[row], pointer[row + 1], PIECE)
+    ]
+    return Rows(pointer, other, edge_id.numpy(), np.array(pieces, np.int64).reshape(-1, 3))
 
 
-def _merge(rows: Rows, batch: int, sums: Sequence[np.ndarray], peak=None, norm=None) -> None:
-    """Put the pieces of each long row together, in float64, in their order, and store the row.
+@np.errstate(all="ignore")  # an infinite score makes NaN, as in any softmax
+def _merge_weighted(rows: Rows, peak: np.ndarray, norm: np.ndarray, sums: Sequence[np.ndarray]) -> None:
+    """Put the pieces of each long row together, in their order, in float64, and store the row.
 
-    Arrays are [batch, rows and pieces, heads, ...]. With peak and norm the sums are of weights under a peak of their
-    own: they are brought under the common one, and divided by the common norm.
+    Arrays are [batch, rows and pieces, heads, ...]. Every piece has its sums of weights under a peak of its own: they
+    are brought under the common peak and divided by the common norm.
     """
     if rows.pieces.shape[0] == 0:
         return
-    num_rows = rows.pointer.size - 1
-    long, starts = np.unique(rows.pieces[:, 0], return_index=True)
-    if peak is not None:
-        piece_peak = peak[:, num_rows:].astype(np.float64)
-        top = np.maximum.reduceat(piece_peak, starts, axis=1)
-        factor = np.exp(piece_peak - np.repeat(top, np.diff([*starts, rows.pieces.shape[0]]), axis=1))
-        common = np.add.reduceat(norm[:, num_rows:] * factor, starts, axis=1)
-        peak[:, long], norm[:, long] = top, common
+    long, starts, counts = np.unique(rows.pieces[:, 0], return_index=True, return_counts=True)
+    first = rows.pointer.size - 1
+    peaks = peak[:, first:].astype(np.float64)
+    top = np.maximum.reduceat(peaks, starts, axis=1)
+    factor = np.exp(peaks - np.repeat(top, counts, axis=1))
+    common = np.add.reduceat(norm[:, first:] * factor, starts, axis=1)
+    peak[:, long], norm[:, long] = top, common
     for x in sums:
-        if x.size == 0:
-            continue
-        parts = x[:, num_rows:].astype(np.float64)
-        if peak is None:
-            x[:, long] = np.add.reduceat(parts, starts, axis=1)
-        else:
-            merged = np.add.reduceat(parts * factor[..., None], starts, axis=1)
-            x[:, long] = merged / np.where(common == 0, 1, common)[..., None]
+        merged = np.add.reduceat(x[:, first:] * factor[..., None], starts, axis=1)
+        x[:, long] = merged / np.where(common == 0, 1, common)[..., None]
+
+
+def _merge(rows: Rows, sums: Sequence[np.ndarray]) -> None:
+    """The same for plain sums."""
+    if rows.pieces.shape[0] == 0:
+        return
+    long, starts = np.unique(rows.pieces[:, 0], return_index=True)
+    for x in sums:
+        x[:, long] = np.add.reduceat(x[:, rows.pointer.size - 1 :].astype(np.float64), starts, axis=1)
+
+
+@functools.cache
+def _starts(heads: int, kv_heads: int, dim: int, value_dim: int, features: int) -> np.ndarray:
+    """Where each head starts in the row of a node: of query, key, out, value, edge_query, and the shared edge_attr."""
+    head = np.arange(heads)
+    kv_head = head // (heads // kv_heads)
+    return np.stack(
+        [head * dim, kv_head * dim, head * value_dim, kv_head * value_dim, head * features, head * 0]
+    )
 
 
 class _Call:
@@ -772,12 +825,6 @@ class _Call:
         self.transposed = colptr, row, edge_id_t
         self.query, self.key, self.value = self.flat(query), self.flat(key), self.flat(value)
         self.edge_query = self.flat(edge_query)
-        head = np.arange(self.heads)
-        kv_head = head // (self.heads // self.kv_heads)
-        self.starts = np.stack(
-            [head * self.dim, kv_head * self.dim, head * self.value_dim, kv_head * self.value_dim,
-             head * self.features, head * 0]
-        )  # fmt: skip
         self.edge_attr = self.flat(edge_attr)
         self.options = Options(
             number(scale),
@@ -790,9 +837,8 @@ class _Call:
             number(1 / (1 - dropout_p) if dropout_p < 1 else 0),
             number(1),
         )
-        self.shape = (
-            self.options, self.heads, self.starts, self.heads == self.kv_heads,
-        )  # fmt: skip
+        starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
+        self.shape = (self.options, self.heads, starts, self.heads == self.kv_heads)
         self.rows_sizes = (self.kv_heads * self.dim, self.kv_heads * self.value_dim, self.dim, self.value_dim)
         fixed = self.dim if self.dim == self.value_dim and self.dim in _FIXED_DIMS else 0
         self.kernel = (fixed, min(fixed, 64) if fixed else 8)
@@ -830,7 +876,7 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             call.query, call.key, call.value, call.edge_attr, call.edge_query,
             flat_out, flat_peak, flat_norm, flat_aggregate, weights.numpy().reshape(-1),
         )  # fmt: skip
-        _merge(rows, call.batch, (out.numpy(), aggregate.numpy()), peak.numpy(), norm.numpy())
+        _merge_weighted(rows, peak.numpy(), norm.numpy(), (out.numpy(), aggregate.numpy()))
     lse = call.whole(rows, norm.log_().add_(peak))
     if return_weights:
         number = torch.from_numpy(rows.edge_id).long()
@@ -858,8 +904,8 @@ def backward(
     grad_edge_query, flat_grad_edge_query = call.rows_of(rows, H, call.features)
     grad_key, flat_grad_key = call.rows_of(columns, call.kv_heads, call.dim)
     grad_value, flat_grad_value = call.rows_of(columns, call.kv_heads, call.value_dim)
-    grad_bias = np.zeros(0 if bias is None else call.num_edges * H, call.query.dtype)
-    grad_edge_attr = np.zeros(call.num_edges * call.features, call.query.dtype)
+    grad_bias = np.zeros((0 if bias is None else call.num_edges, H), call.query.dtype)
+    grad_edge_attr = np.zeros((call.num_edges, call.features), call.query.dtype)
     pairs = np.empty(2 * call.num_edges * H if call.features else 0, call.query.dtype)
     stats = np.empty(call.batch * call.num_queries * 2 * (-(-H // 8) * 8), call.query.dtype)
     flat_grad_out, flat_grad_weights = call.flat(grad_out), call.flat(grad_weights)
@@ -868,7 +914,7 @@ def backward(
         call.query, call.key, call.value, call.edge_attr, call.edge_query,
         call.flat(out), call.flat(lse), call.flat(aggregate), flat_grad_out, call.flat(grad_lse),
         call.flat(grad_aggregate), flat_grad_weights,
-        stats, flat_grad_query, flat_grad_edge_query, grad_bias, grad_edge_attr, pairs,
+        stats, flat_grad_query, flat_grad_edge_query, grad_bias.reshape(-1), grad_edge_attr.reshape(-1), pairs,
     )  # fmt: skip
     by_column = (
         columns, *call.shape, call.num_queries, *call.rows_sizes, call.query, call.key, call.value,
@@ -889,8 +935,8 @@ def backward(
         for query_jobs, key_jobs in steps:
             _run(_query_kernel(*call.kernel), query_jobs, *by_row)
             _run(_key_kernel(*call.kernel), key_jobs, *by_column)
-        _merge(rows, call.batch, (grad_query.numpy(), grad_edge_query.numpy()))
-        _merge(columns, call.batch, (grad_key.numpy(), grad_value.numpy()))
+        _merge(rows, (grad_query.numpy(), grad_edge_query.numpy()))
+        _merge(columns, (grad_key.numpy(), grad_value.numpy()))
 
     def like(grad: Tensor, x: Tensor | None) -> Tensor:
         if x is None:
@@ -901,9 +947,7 @@ def backward(
         call.whole(rows, grad_query).to(inputs[0].dtype),
         call.whole(columns, grad_key).to(inputs[1].dtype),
         call.whole(columns, grad_value).to(inputs[2].dtype),
-        like(torch.from_numpy(grad_bias).view(-1, H), bias),
-        like(torch.from_numpy(grad_edge_attr).view(-1, call.features), edge_attr)
-        if call.features
-        else like(torch.zeros(()), edge_attr),
+        like(torch.from_numpy(grad_bias), bias),
+        like(torch.from_numpy(grad_edge_attr), edge_attr),
         like(call.whole(rows, grad_edge_query), edge_query),
     )

@@ -1,8 +1,8 @@
 """Short vectors for Numba kernels: what the compiler will not find by itself in a loop over arrays.
 
-A ``Vector`` is a value of a fixed number of float32 or float64 lanes. LLVM maps it to the registers the machine has,
-so a vector of 64 lanes is eight AVX registers, or sixteen NEON ones. The functions work inside ``numba.njit`` code;
-``lanes`` must be a constant there.
+A ``Vector`` is a value of a fixed number of float32 or float64 lanes. LLVM maps it to the registers the
+machine has, so a vector of 64 lanes is eight AVX registers, or sixteen NEON ones. The functions work inside
+``numba.njit`` code; ``lanes`` must be a constant there.
 """
 
 import math
@@ -45,7 +45,10 @@ def _address(builder, pointer, index, pointee):
 
 @intrinsic
 def pointer(typingctx, array):
-    """The address of the first number of a contiguous array: a kernel of plain addresses compiles in half the time."""
+    """The address of the first number of a contiguous array.
+
+    A kernel that takes plain addresses compiles in half the time of one that takes arrays.
+    """
 
     def codegen(context, builder, sig, args):
         return context.make_array(array)(context, builder, args[0]).data
@@ -117,7 +120,7 @@ def _shuffle(builder, a, b, lanes):
 
 
 def _define_operator(function, instruction):
-    @infer_global(function)
+    @infer_global(function)  # pyright: ignore[reportOptionalCall]
     class _Template(AbstractTemplate):
         def generic(self, args, kws):
             if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
@@ -183,7 +186,8 @@ def totals(typingctx, a, b, c, d, e, f, g, h):
     return Vector(a.dtype, 8)(a, b, c, d, e, f, g, h), codegen
 
 
-# (1.5 · 2^mantissa bits, ln 2 in a short and a small part, terms of the series, lowest argument, mantissa bits, bias)
+# 1.5 · 2^mantissa bits, ln 2 in a short and a small part, terms of the series, lowest argument, mantissa
+# bits, exponent bias
 _EXP = {
     types.float32: (12582912.0, 0.693359375, -2.12194440e-4, 7, -87.0, 23, 127),
     types.float64: (6755399441055744.0, 0.693145751953125, 1.42860682030941723e-6, 13, -708.0, 52, 1023),
