@@ -1,6 +1,7 @@
 """The operator inside PyTorch: opcheck, compile, export, autocast, checkpoint, vmap, threads, processes."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -307,19 +308,24 @@ def test_several_python_threads_at_once(restored_threads):
                 assert torch.equal(actual[name], wanted[name])
 
 
-def run_script(folder: Path, script: str) -> str:
+def run_script(folder: Path, script: str):
     """Runs a script in a process of its own, from a file, since spawned children import it again."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, path],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its children too, which may be what hangs
+            raise
+    assert process.returncode == 0, output
 
 
 # PyTorch's own parallel loops do not survive a fork, so the script draws on one thread and adds nothing up.
