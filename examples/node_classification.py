@@ -48,6 +48,7 @@ class Settings:
     layers: int = 2
     heads: int = 8
     channels: int = 8  # per head
+    output_heads: int = 1  # of the last layer: their class scores are averaged
     root_weight: bool = False  # add a linear map of the node itself to what it attends to
     norm: bool = False  # batch normalisation after every hidden layer
     dropout: float = 0.6  # of features
@@ -62,9 +63,9 @@ class Settings:
 
 SETTINGS = {
     "digits": Settings(dropout=0.3, attention_dropout=0.3, weight_decay=5e-4, epochs=200, patience=50),
-    "Cora": Settings(normalize_features=True),
-    "CiteSeer": Settings(normalize_features=True),
-    "PubMed": Settings(normalize_features=True),
+    "Cora": Settings(dropout=0.8, normalize_features=True),
+    "CiteSeer": Settings(weight_decay=2e-3, normalize_features=True),
+    "PubMed": Settings(output_heads=8, attention_dropout=0.3, normalize_features=True),
     "Minesweeper": Settings(
         layers=10,
         root_weight=True,
@@ -100,7 +101,7 @@ class NodeClassifier(torch.nn.Module):
         self.convs = torch.nn.ModuleList(
             conv(width, settings.channels, settings.heads, **options) for width in widths[:-1]
         )
-        self.convs.append(conv(widths[-1], num_classes, **options))
+        self.convs.append(conv(widths[-1], num_classes, settings.output_heads, concat=False, **options))
         self.norms = torch.nn.ModuleList(
             torch.nn.BatchNorm1d(hidden) if settings.norm else torch.nn.Identity() for _ in widths[1:]
         )
