@@ -884,7 +884,9 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         row = torch.empty_like(number)
         row[number] = torch.repeat_interleave(torch.from_numpy(np.diff(rows.pointer)))
         weights.sub_(peak[:, row]).exp_().div_(norm.clamp_min(torch.finfo(call.wide).tiny)[:, row])
-    lse = norm.log_().add_(peak)
+    # NumPy: PyTorch's own threads hang in a child that was forked after they ran.
+    with np.errstate(all="ignore"):  # log 0 = -inf: a query without edges
+        lse = torch.from_numpy(np.log(norm.numpy()) + peak.numpy())
     return call.whole(rows, out), lse, call.whole(rows, aggregate), weights
 
 
