@@ -130,12 +130,13 @@ class SparseGraph(Graph):
         [1, 2]
     """
 
+    # No name is a prefix of a later one: torch.export replaces them as text.
     rowptr: Tensor
-    col: Tensor
-    edge_id: Tensor
     colptr: Tensor
+    col: Tensor
     row: Tensor
     edge_id_t: Tensor
+    edge_id: Tensor
 
     @staticmethod
     def from_edge_index(
@@ -585,7 +586,8 @@ def _from_edges(edge_index: Tensor, size: tuple[int, int] | None, backwards: boo
     else:
         num_keys = _one_above(edge_index[0]) if num_keys is None else num_keys
         num_queries = _one_above(edge_index[1]) if num_queries is None else num_queries
-    return SparseGraph(*_build_csr(edge_index, num_queries, num_keys))
+    names = ("rowptr", "col", "edge_id", "colptr", "row", "edge_id_t")
+    return SparseGraph(**dict(zip(names, _build_csr(edge_index, num_queries, num_keys))))
 
 
 def _from_adjacency(A: Any) -> SparseGraph:

@@ -80,9 +80,10 @@ def _forward_fake(query, key, value, *rest):
 @torch.library.register_fake("graphattn::sparse_attention_backward", lib=_library)
 def _backward_fake(*arguments):
     inputs = arguments[8:]
-    empty = inputs[0].new_empty(0)
     return tuple(
-        empty if inputs[i] is None else torch.empty_like(inputs[i], memory_format=torch.contiguous_format)
+        inputs[0].new_empty(0)
+        if inputs[i] is None
+        else torch.empty_like(inputs[i], memory_format=torch.contiguous_format)
         for i in _FLOATING
     )
 
