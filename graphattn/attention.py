@@ -40,7 +40,8 @@ def graph_attention(
     layer. Parallel edges count with their multiplicity; no edge is added or removed. A query with no edge, or
     whose every score is -inf, gets exactly 0 with zero gradients. Scores and sums are float32 (float64 for
     float64 inputs), the same bits on every call and for any number of threads. Takes O(E · heads · dim) time
-    and, forward and backward, O(N + E) memory: no tensor holds a row per edge and head. Under autocast all
+    and O(N · heads · dim + E) memory. Nothing per edge and head is kept for the backward pass; while it runs, one
+    number per edge and head is held for the gradient of a bias, two with edge features. Under autocast all
     floating operands but float64 are cast to its dtype.
 
     With ``edge_attr`` e and ``edge_projection`` W the edge from j to i, head h, has key ``k_j + e_ij W_h``

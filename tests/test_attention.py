@@ -632,6 +632,29 @@ def test_second_derivatives_of_weights(options):
     assert gradgradcheck(differentiable, [case.operands[name].requires_grad_() for name in names])
 
 
+def test_third_derivatives():
+    """Of a loss that is not linear in the output, against those of the same attention on a dense matrix."""
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 1, 1]], dtype=torch.bool)
+    graph = SparseGraph.from_mask(mask)
+    x = torch.randn(3, 1, 4, dtype=torch.float64)
+    weight = torch.randn(3, 1, 4, dtype=torch.float64)
+
+    def dense(q):
+        scores = (q[:, 0] @ x[:, 0].T * 0.5).masked_fill(~mask, -math.inf)
+        return (scores.softmax(1) @ x[:, 0].cos()).unsqueeze(1)
+
+    def third(attend):
+        q = x.clone().requires_grad_()
+        derivative = (attend(q).pow(3) * weight).sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(derivative, q, create_graph=True)
+            derivative = (gradient * weight).sum()
+        return gradient
+
+    actual = third(lambda q: graph_attention(q, x, x.cos(), graph))
+    torch.testing.assert_close(actual, third(dense), rtol=1e-9, atol=1e-9)
+
+
 def test_second_derivatives_through_a_larger_graph():
     """A gradient penalty equals the oracle's, on a graph with hubs that the first derivative divides."""
 
