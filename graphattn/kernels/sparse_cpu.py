@@ -1,13 +1,13 @@
-"""Attention on listed edges on the CPU: three Numba kernels and the calls that spread them over threads.
+"""Attention on listed edges on the CPU: Numba kernels and the calls that spread them over threads.
 
 A kernel walks rows of edges: all edges of one query (forward, and the backward pass that gives the gradients of the
-queries), or all edges of one key (the pass that gives those of keys and values). A row is worked on in blocks of
-edges, small enough to stay in the first-level cache:
+queries), or all edges of one key (the pass that gives those of keys and values). It works on a block of edges at a
+time, small enough to stay in the first-level cache: several whole rows, or a part of one long row.
 
-1. ``scores[e, h] = q_i·k_j``, the rows of the edges some places ahead asked for on the way;
+1. ``scores[e, h] = q_i·k_j``, the far rows of the edges some places ahead asked for before;
 2. scale, soft cap, bias;
 3. weights ``p = exp(s - peak)`` under a running maximum (forward) or ``p = exp(s - lse)`` (backward);
-4. ``Σ_e weight[e, h] · row_e``, added to the sum of the row.
+4. ``Σ_e weight[e, h] · row_e``, added to the sum of each row.
 
 Backward, with δ_i = dO_i·O_i - dlse_i and dropout factors z:
 
@@ -30,10 +30,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import njit
-from numba.misc.special import literally
 from torch import Tensor
 
-from graphattn.kernels.vector import after, exp, load, maximum, pointer, prefetch, splat, store, total, totals
+from graphattn.kernels.vector import (
+    after,
+    exp,
+    lanes,
+    load,
+    maximum,
+    per_line,
+    pointer,
+    prefetch,
+    splat,
+    store,
+    take,
+    total,
+    totals,
+    width,
+    zeros,
+)
 
 BLOCK = 32  # edges worked on together
 PIECE = 2048  # longer rows are cut into pieces of so many edges: for balance, and for sums of bounded length
@@ -42,6 +57,32 @@ _SERIAL_WORK = 1_000_000  # multiply-adds below which more threads cost more tha
 _PARTS = 6  # parts of the work for each thread, so that rows of different cost even out
 _FIXED_DIMS = (8, 16, 32, 64, 128)  # a kernel with the dim compiled in is up to a third faster
 
+# What a kernel is told, as one record: numbers, addresses of arrays, and the factors in the type it computes in. An
+# address is 0 where an option is not used.
+_NUMBERS = (
+    "heads", "dim", "value_dim", "features", "key_row", "value_row", "grouped", "num_rows", "num_pieces",
+    "num_far", "num_edges", "bias_edge_step", "bias_head_step", "grad_bias_by_edge", "pair_step",
+)  # fmt: skip
+_ADDRESSES = (
+    "row_pointer", "other", "edge_id", "pieces", "head_starts", "query", "key", "value", "bias", "edge_attr",
+    "edge_query", "out", "peak", "norm", "aggregate", "logits", "lse", "grad_out", "grad_lse",
+    "grad_aggregate", "grad_weights", "stats", "pairs", "grad_query", "grad_edge_query", "grad_bias",
+    "grad_key", "grad_value",
+)  # fmt: skip
+_RANDOM = ("seed", "drop_below")  # draws of 53 bits below drop_below drop a weight
+_FACTORS = ("scale", "softcap", "kept", "one")  # kept: factor of the weights that dropout keeps
+
+
+@functools.cache
+def _record(number: type) -> np.dtype:
+    return np.dtype(
+        [
+            *((name, np.int64) for name in (*_NUMBERS, *_ADDRESSES)),
+            *((name, np.uint64) for name in _RANDOM),
+            *((name, number) for name in _FACTORS),
+        ]
+    )
+
 
 class Rows(NamedTuple):
     """Edges grouped into rows: row i has the edges ``pointer[i]`` to ``pointer[i + 1]``.
@@ -49,24 +90,10 @@ class Rows(NamedTuple):
     Segment s of the work is row s, or piece s - num_rows: ``pieces[n] = (row, first edge, end)`` cut from a long row.
     """
 
-    pointer: np.ndarray
-    other: np.ndarray  # the node at the far end of each edge
-    edge_id: np.ndarray  # the number of each edge in per-edge tensors
+    pointer: Tensor
+    other: Tensor  # the node at the far end of each edge
+    edge_id: Tensor  # the number of each edge in per-edge tensors
     pieces: np.ndarray
-
-
-class Options(NamedTuple):
-    """What else makes a score or a weight; arrays are empty where an option is not used."""
-
-    scale: np.floating
-    softcap: np.floating
-    bias: np.ndarray
-    bias_edge_step: int
-    bias_head_step: int
-    seed: np.uint64
-    drop_below: np.uint64  # draws of 53 bits below this drop a weight
-    kept: np.floating  # factor of the other weights
-    one: np.floating  # 1 in the dtype of the kernel
 
 
 _function = njit(error_model="numpy")
@@ -81,618 +108,612 @@ def _kernel(function: Callable) -> Callable:
 
 
 @_inlined
-def _products(a, b, dim, lanes):
-    """A vector whose lanes sum to the dot product of dim numbers, a multiple of lanes."""
-    products = load(a, 0, literally(lanes)) * load(b, 0, lanes)
-    for c in range(lanes, dim, lanes):
-        products = products + load(a, c, lanes) * load(b, c, lanes)
-    return products
+def _bounds(c, s):
+    """Edges of segment s: first, end."""
+    if s < c.num_rows:
+        at = pointer(c.row_pointer, np.int64(0))
+        return at[s], at[s + 1]
+    at = after(pointer(c.pieces, np.int64(0)), 3 * (s - c.num_rows))
+    return at[1], at[2]
 
 
 @_function
-def _dots(scores, width, own, own_heads, rows, offsets, row_heads, regular, count, heads, dim, lanes):
-    """scores[e, h] = own[h] · rows[offsets[e], h] for a block of edges.
+def _block(c, s, done, stop, own, starts):
+    """Choose the edges to work on next: several short rows, or a part of a long one, from its edge ``done`` on.
 
-    Heads start at own_heads[h] and row_heads[h]; regular: both are h * dim.
+    Row r of the block is segment s + r and has the block's edges ``starts[r]`` to ``starts[r + 1]``; ``own[e]`` is the
+    row of edge e. Returns the number of rows, the first edge, the number of edges, and whether the row is complete.
     """
-    if regular and heads % 8 == 0 and dim == literally(lanes):
+    first, end = _bounds(c, s)
+    starts[0] = 0
+    if s >= c.num_rows or end - first > BLOCK:
+        count = min(BLOCK, end - first - done)
+        if s < c.num_rows and end - first > PIECE:
+            count, done = 0, end - first  # its pieces have them
+        for e in range(count):
+            own[e] = 0
+        starts[1] = count
+        return 1, first + done, count, first + done + count == end
+    row_pointer = pointer(c.row_pointer, np.int64(0))
+    last = min(stop, c.num_rows, s + BLOCK)
+    count, row = 0, s
+    while row < last and row_pointer[row + 1] - first <= BLOCK:
+        degree = row_pointer[row + 1] - row_pointer[row]
+        for e in range(count, count + degree):
+            own[e] = row - s
+        count += degree
+        row += 1
+        starts[row - s] = count
+    return row - s, first, count, True
+
+
+@_function
+def _dots(
+    scores, own, own_size, own_rows, own_heads, far, far_size, far_rows, far_heads, step, count, heads, dim, L
+):
+    """scores[e, h] = own[own_rows[e], h] · far[far_rows[e], h] for a block of edges.
+
+    Head h starts at own_heads[h] and far_heads[h] in its row; if step >= 0, these are h * dim and h * step.
+    """
+    padded = (heads + 7) // 8 * 8
+    if step >= 0 and heads % 8 == 0 and dim == width(L):
         for e in range(count):
             for h in range(0, heads, 8):
-                a = after(own, h * lanes)
-                b = after(rows, offsets[e] + h * lanes)
+                a = after(own, own_rows[e] * own_size + h * width(L))
+                b = after(far, far_rows[e] * far_size + h * step)
                 eight = totals(
-                    load(a, 0, lanes) * load(b, 0, lanes),
-                    load(a, lanes, lanes) * load(b, lanes, lanes),
-                    load(a, 2 * lanes, lanes) * load(b, 2 * lanes, lanes),
-                    load(a, 3 * lanes, lanes) * load(b, 3 * lanes, lanes),
-                    load(a, 4 * lanes, lanes) * load(b, 4 * lanes, lanes),
-                    load(a, 5 * lanes, lanes) * load(b, 5 * lanes, lanes),
-                    load(a, 6 * lanes, lanes) * load(b, 6 * lanes, lanes),
-                    load(a, 7 * lanes, lanes) * load(b, 7 * lanes, lanes),
+                    load(a, 0, L) * load(b, 0, L),
+                    load(a, width(L), L) * load(b, step, L),
+                    load(a, 2 * width(L), L) * load(b, 2 * step, L),
+                    load(a, 3 * width(L), L) * load(b, 3 * step, L),
+                    load(a, 4 * width(L), L) * load(b, 4 * step, L),
+                    load(a, 5 * width(L), L) * load(b, 5 * step, L),
+                    load(a, 6 * width(L), L) * load(b, 6 * step, L),
+                    load(a, 7 * width(L), L) * load(b, 7 * step, L),
                 )
-                store(scores, e * width + h, eight)
+                store(scores, e * padded + h, eight)
+    elif step >= 0 and heads % 8 == 0 and dim % width(L) == 0 and width(L) == 8:
+        for e in range(count):
+            for h in range(0, heads, 8):
+                a = after(own, own_rows[e] * own_size + h * dim)
+                b = after(far, far_rows[e] * far_size + h * step)
+                s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zeros(own, L)
+                for k in range(0, dim, 8):
+                    s0 = s0 + load(a, k, L) * load(b, k, L)
+                    s1 = s1 + load(a, dim + k, L) * load(b, step + k, L)
+                    s2 = s2 + load(a, 2 * dim + k, L) * load(b, 2 * step + k, L)
+                    s3 = s3 + load(a, 3 * dim + k, L) * load(b, 3 * step + k, L)
+                    s4 = s4 + load(a, 4 * dim + k, L) * load(b, 4 * step + k, L)
+                    s5 = s5 + load(a, 5 * dim + k, L) * load(b, 5 * step + k, L)
+                    s6 = s6 + load(a, 6 * dim + k, L) * load(b, 6 * step + k, L)
+                    s7 = s7 + load(a, 7 * dim + k, L) * load(b, 7 * step + k, L)
+                store(scores, e * padded + h, totals(s0, s1, s2, s3, s4, s5, s6, s7))
     else:
-        even = dim - dim % lanes
+        even = dim - dim % width(L)
         for e in range(count):
             for h in range(heads):
-                a = after(own, own_heads[h])
-                b = after(rows, offsets[e] + row_heads[h])
-                if even > 0:
-                    scores[e * width + h] = total(_products(a, b, even, lanes))
+                a = after(own, own_rows[e] * own_size + own_heads[h])
+                b = after(far, far_rows[e] * far_size + far_heads[h])
+                products = zeros(own, L)
+                for k in range(0, even, width(L)):
+                    products = products + load(a, k, L) * load(b, k, L)
+                score = total(products)
+                for k in range(even, dim):
+                    score += a[k] * b[k]
+                scores[e * padded + h] = score
+
+
+@_function
+def _sums(
+    sums, size, heads_at, weights, far, far_size, far_rows, far_heads, starts, num, fresh, heads, dim, L
+):
+    """sums[r, h] = Σ_e weights[e, h] · far[far_rows[e], h] over the edges of each row r of a block; += if not fresh."""
+    padded = (heads + 7) // 8 * 8
+    even = dim - dim % width(L)
+    four = (
+        heads - heads % 4 if width(L) <= 16 else 0
+    )  # heads that go four at a time: their sums fit the registers
+    for r in range(num):
+        begin, end = starts[r], starts[r + 1]
+        to = after(sums, r * size)
+        for k in range(0, even, width(L)):
+            for h in range(0, four, 4):
+                s0 = s1 = s2 = s3 = zeros(sums, L)
+                h0, h1, h2, h3 = far_heads[h], far_heads[h + 1], far_heads[h + 2], far_heads[h + 3]
+                head = after(far, k)
+                for e in range(begin, end):
+                    row = after(head, far_rows[e] * far_size)
+                    weight = after(weights, e * padded + h)
+                    s0 = s0 + splat(weight[0], L) * load(row, h0, L)
+                    s1 = s1 + splat(weight[1], L) * load(row, h1, L)
+                    s2 = s2 + splat(weight[2], L) * load(row, h2, L)
+                    s3 = s3 + splat(weight[3], L) * load(row, h3, L)
+                _put(to, heads_at[h] + k, s0, fresh, L)
+                _put(to, heads_at[h + 1] + k, s1, fresh, L)
+                _put(to, heads_at[h + 2] + k, s2, fresh, L)
+                _put(to, heads_at[h + 3] + k, s3, fresh, L)
+            for h in range(four, heads):
+                sum = zeros(sums, L)
+                head = after(far, far_heads[h] + k)
+                for e in range(begin, end):
+                    sum = sum + splat(weights[e * padded + h], L) * load(head, far_rows[e] * far_size, L)
+                _put(to, heads_at[h] + k, sum, fresh, L)
+        for k in range(even, dim):
+            for h in range(heads):
+                tail = total(zeros(sums, L))
+                head = after(far, far_heads[h] + k)
+                for e in range(begin, end):
+                    tail += weights[e * padded + h] * head[far_rows[e] * far_size]
+                if fresh:
+                    to[heads_at[h] + k] = tail
                 else:
-                    scores[e * width + h] = 0
-                for c in range(even, dim):
-                    scores[e * width + h] += a[c] * b[c]
-
-
-@_function
-def _sums(sums, sum_heads, weights, width, rows, offsets, row_heads, fresh, count, heads, dim, lanes):
-    """sums[h] += Σ_e weights[e, h] · rows[offsets[e], h] for a block of edges; fresh: sums[h] = ..."""
-    even = dim - dim % literally(lanes)
-    done = 0
-    if dim == lanes and lanes <= 16:  # four heads at a time: their sums fit the registers
-        for h in range(0, heads - 3, 4):
-            at = after(rows, offsets[0])
-            a = splat(weights[h], lanes) * load(at, row_heads[h], lanes)
-            b = splat(weights[h + 1], lanes) * load(at, row_heads[h + 1], lanes)
-            c = splat(weights[h + 2], lanes) * load(at, row_heads[h + 2], lanes)
-            d = splat(weights[h + 3], lanes) * load(at, row_heads[h + 3], lanes)
-            for e in range(1, count):
-                at = after(rows, offsets[e])
-                weight = after(weights, e * width + h)
-                a = a + splat(weight[0], lanes) * load(at, row_heads[h], lanes)
-                b = b + splat(weight[1], lanes) * load(at, row_heads[h + 1], lanes)
-                c = c + splat(weight[2], lanes) * load(at, row_heads[h + 2], lanes)
-                d = d + splat(weight[3], lanes) * load(at, row_heads[h + 3], lanes)
-            _put(sums, sum_heads[h], a, fresh, lanes)
-            _put(sums, sum_heads[h + 1], b, fresh, lanes)
-            _put(sums, sum_heads[h + 2], c, fresh, lanes)
-            _put(sums, sum_heads[h + 3], d, fresh, lanes)
-        done = heads - heads % 4
-    for h in range(done, heads):
-        to = after(sums, sum_heads[h])
-        head = after(rows, row_heads[h])
-        for c in range(0, even, lanes):
-            block = splat(weights[h], lanes) * load(head, offsets[0] + c, lanes)
-            for e in range(1, count):
-                block = block + splat(weights[e * width + h], lanes) * load(head, offsets[e] + c, lanes)
-            _put(to, c, block, fresh, lanes)
-        for c in range(even, dim):
-            tail = weights[h] * head[offsets[0] + c]
-            for e in range(1, count):
-                tail += weights[e * width + h] * head[offsets[e] + c]
-            if fresh:
-                to[c] = tail
-            else:
-                to[c] += tail
+                    to[heads_at[h] + k] += tail
 
 
 @_inlined
-def _put(sums, at, block, fresh, lanes):
+def _put(sums, at, sum, fresh, L):
     if fresh:
-        store(sums, at, block)
+        store(sums, at, sum)
     else:
-        store(sums, at, load(sums, at, literally(lanes)) + block)
+        store(sums, at, load(sums, at, L) + sum)
 
 
 @_inlined
-def _find(offsets, nodes, count, base, size):
-    """Where the rows of the block's far nodes start."""
-    for e in range(count):
-        offsets[e] = (base + nodes[e]) * size
-
-
-@_inlined
-def _ask(nodes, first, stop, base, rows, size, lines, line):
-    """Ask for the rows, of so many cache lines, of the nodes of some edges ahead."""
+def _ask(rows, size, nodes, first, stop):
+    """Ask for the rows of some edges ahead."""
     for e in range(first, stop):
-        at = after(rows, (base + nodes[e]) * size)
-        for c in range(lines):
-            prefetch(at, c * line)
+        row = after(rows, nodes[e] * size)
+        for k in range(0, size, per_line(row)):
+            prefetch(row, k)
 
 
 @_function
-def _modify(
-    scores, slopes, width, edge_id, count, heads, scale, softcap, one, bias, biased, edge_step, head_step
-):  # fmt: skip
+def _modify(scores, slopes, edges, count, c):
     """Scale, cap and bias the scores of a block; slopes are those of the cap."""
+    padded = (c.heads + 7) // 8 * 8
+    bias = pointer(c.bias, c.one)
     for e in range(count):
-        at = edge_id[e] * edge_step
-        for h in range(heads):
-            score = scores[e * width + h] * scale
-            if softcap > 0:
-                bent = math.tanh(score / softcap)
-                slopes[e * width + h] = one - bent * bent
-                score = softcap * bent
-            if biased:
-                score += bias[at + h * head_step]
-            scores[e * width + h] = score
+        at = edges[e] * c.bias_edge_step
+        for h in range(c.heads):
+            score = scores[e * padded + h] * c.scale
+            if c.softcap > 0:
+                bent = math.tanh(score / c.softcap)
+                slopes[e * padded + h] = c.one - bent * bent
+                score = c.softcap * bent
+            if c.bias != 0:
+                score += bias[at + h * c.bias_head_step]
+            scores[e * padded + h] = score
 
 
 @_function
-def _drop(weights, width, edge_id, base, count, heads, seed, below, kept):
+def _drop(weights, edges, base, count, c):
     """Multiply the weights by their dropout factors (SplitMix64, as `reference.dropout_factors`)."""
+    padded = (c.heads + 7) // 8 * 8
     for e in range(count):
-        number = (base + edge_id[e]) * heads
-        for h in range(heads):
-            x = seed + np.uint64(number + h + 1) * np.uint64(0x9E3779B97F4A7C15)
+        number = (base + edges[e]) * c.heads
+        for h in range(c.heads):
+            x = c.seed + np.uint64(number + h + 1) * np.uint64(0x9E3779B97F4A7C15)
             x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             x = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
-            weights[e * width + h] *= kept * (x >= below)
+            weights[e * padded + h] *= c.kept * (x >= c.drop_below)
 
 
 @_function
-def _add_features(
-    scores, width, own, own_heads, edge_attr, shared, edge_id, count, heads, dim, offsets, extra
-):
-    """scores[e, h] += own[h] · edge_attr[e]."""
-    for e in range(count):
-        offsets[e] = edge_id[e] * dim
-    _dots(extra, width, own, own_heads, edge_attr, offsets, shared, False, count, heads, dim, 8)
-    for f in range(0, count * width, 8):
-        store(scores, f, load(scores, f, 8) + load(extra, f, 8))
+def _add_features(scores, extra, own, own_rows, edges, count, c):
+    """scores[e, h] += own[own_rows[e], h] · edge_attr[e]."""
+    padded, L = (c.heads + 7) // 8 * 8, lanes(8)
+    head_starts = pointer(c.head_starts, np.int64(0))
+    feature_heads, shared = after(head_starts, 4 * c.heads), after(head_starts, 5 * c.heads)
+    edge_attr, F = pointer(c.edge_attr, c.one), c.features
+    _dots(
+        extra,
+        own,
+        c.heads * F,
+        own_rows,
+        feature_heads,
+        edge_attr,
+        F,
+        edges,
+        shared,
+        np.int64(0),
+        count,
+        c.heads,
+        F,
+        L,
+    )
+    for f in range(0, count * padded, 8):
+        store(scores, f, load(scores, f, L) + load(extra, f, L))
 
 
 @_function
 def _scale_row(row, heads, dim, factors):
     for h in range(heads):
-        for c in range(dim):
-            row[h * dim + c] *= factors[h]
+        for k in range(dim):
+            row[h * dim + k] *= factors[h]
 
 
 @_function
 def _clear(row, size):
-    for c in range(size):
-        row[c] = 0
+    for k in range(size):
+        row[k] = 0
 
 
 @functools.cache
-def _forward_kernel(dim: int, lanes: int) -> Callable:
+def _forward_kernel(dim: int, vector: int) -> Callable:
     """The kernel for dim numbers a head, or for any number (dim 0)."""
 
     @_kernel
-    def forward(
-        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
-        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
-        starts, regular, num_keys, key_row, value_row, key_dim, value_dim, F,
-        query_array, key_array, value_array, edge_attr_array, edge_query_array,
-        out_array, peak_array, norm_array, aggregate_array, logits_array,
-    ):  # fmt: skip
-        D = dim if dim > 0 else key_dim
-        Dv = dim if dim > 0 else value_dim
-        dtype = query_array.dtype
-        line = 64 // query_array.itemsize  # numbers in a cache line
-        key_lines, value_lines = (key_row + line - 1) // line, (value_row + line - 1) // line
-        one = splat(unit, 8)
-        zero = one - one
-        lowest = splat(np.finfo(dtype).min, 8)
-        tiny = splat(np.finfo(dtype).tiny, 8)
-        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
-        width = (heads + 7) // 8 * 8
-        scores = pointer(scratch)
-        extra = after(scores, BLOCK * width)
-        slopes = after(extra, BLOCK * width)
-        peak = after(slopes, BLOCK * width)
-        norm = after(peak, width)
-        change = after(norm, width)
-        key_offsets = pointer(offsets)
-        value_offsets = after(key_offsets, BLOCK)
-        feature_offsets = after(value_offsets, BLOCK)
-        query, key, value = pointer(query_array), pointer(key_array), pointer(value_array)
-        edge_attr, edge_query = pointer(edge_attr_array), pointer(edge_query_array)
-        out, aggregate = pointer(out_array), pointer(aggregate_array)
-        peaks, norms, logits = pointer(peak_array), pointer(norm_array), pointer(logits_array)
-        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
-        query_heads = pointer(starts)
-        key_heads = after(query_heads, heads)
-        out_heads = after(query_heads, 2 * heads)
-        value_heads = after(query_heads, 3 * heads)
-        feature_heads = after(query_heads, 4 * heads)
-        shared = after(query_heads, 5 * heads)
-        biased, keep_logits = biases.size > 0, logits_array.size > 0
-        for b in range(b_start, b_stop):
-            for s in range(start, stop):
-                if s < num_rows:
-                    i, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
-                    if end - begin > PIECE:
-                        continue
-                else:
-                    i, begin, end = pieces[s - num_rows]
-                single = end - begin <= BLOCK and s < num_rows
-                place = (b * num_rows + i) * heads
-                at = (b * (num_rows + num_pieces) + s) * heads
-                if begin == end:
-                    _clear(after(out, at * Dv), heads * Dv)
-                    _clear(after(aggregate, at * F), heads * F)
-                for h in range(0, width, 8):
-                    store(peak, h, lowest)
-                    store(norm, h, zero)
-                for first in range(begin, end, BLOCK):
-                    count, fresh = min(BLOCK, end - first), first == begin
-                    edges = after(edge_id, first)
-                    nodes, base = after(other, first), b * num_keys
-                    _find(key_offsets, nodes, count, base, key_row)
-                    _find(value_offsets, nodes, count, base, value_row)
-                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
-                    _ask(other, ask, last, base, key, key_row, key_lines, line)
-                    _ask(other, ask, last, base, value, value_row, value_lines, line)
+    def forward(calls, jobs, counter, reals, integers):
+        c, L, L8 = calls[0], lanes(vector), lanes(8)
+        D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
+        heads, F, num_rows, num_pieces = c.heads, c.features, c.num_rows, c.num_pieces
+        key_row, value_row = c.key_row, c.value_row
+        key_step = np.int64(-1 if c.grouped != 0 else D)
+        padded = (heads + 7) // 8 * 8
+        own, starts = pointer(integers, np.int32(0)), pointer(integers + 4 * BLOCK, np.int32(0))
+        scores = pointer(reals, c.one)
+        extra = after(scores, BLOCK * padded)
+        slopes = after(extra, BLOCK * padded)
+        peak = after(slopes, BLOCK * padded)  # of a row in several blocks, like norm
+        norm = after(peak, padded)
+        change = after(norm, padded)
+        head_starts = pointer(c.head_starts, np.int64(0))
+        key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
+        value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
+        shared = after(head_starts, 5 * heads)
+        other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
+        edge_attr, logits = pointer(c.edge_attr, c.one), pointer(c.logits, c.one)
+        zero, one = zeros(scores, L8), splat(c.one, L8)
+        lowest, tiny = splat(np.finfo(c.scale).min, L8), splat(np.finfo(c.scale).tiny, L8)
+        modified = c.bias != 0 or c.softcap > 0
+        factor = one if modified else splat(c.scale, L8)
+        job = take(pointer(counter, np.int64(0)))
+        while job < jobs.shape[0]:
+            for b in range(jobs[job, 0], jobs[job, 1]):
+                key = after(pointer(c.key, c.one), b * c.num_far * key_row)
+                value = after(pointer(c.value, c.one), b * c.num_far * value_row)
+                s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
+                while s < stop:
+                    rows, first, count, complete = _block(c, s, done, stop, own, starts)
+                    i = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
+                    place, at = b * num_rows + i, b * (num_rows + num_pieces) + s
+                    fresh, last = done == 0, complete and s < num_rows
+                    nodes, edges = after(other, first), after(edge_id, first)
+                    ahead = min(count, c.num_edges - first - _AHEAD) + _AHEAD
+                    _ask(key, key_row, nodes, _AHEAD, ahead)
+                    _ask(value, value_row, nodes, _AHEAD, ahead)
+                    query = after(pointer(c.query, c.one), place * heads * D)
                     _dots(
-                        scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
-                        count, heads, D, lanes,
+                        scores, query, heads * D, own, head_starts, key, key_row, nodes, key_heads, key_step,
+                        count, heads, D, L,
                     )  # fmt: skip
                     if F > 0:
-                        _add_features(
-                            scores, width, after(edge_query, place * F), feature_heads, edge_attr, shared, edges,
-                            count, heads, F, feature_offsets, extra,
-                        )  # fmt: skip
-                    factor = splat(scale, 8)
-                    if biased or softcap > 0:
-                        factor = one
-                        _modify(
-                            scores, slopes, width, edges, count, heads, scale, softcap, unit,
-                            bias, biased, bias_edge_step, bias_head_step,
-                        )  # fmt: skip
-                    for h in range(0, width, 8):
-                        old = load(peak, h, 8)
-                        new = old
+                        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
+                        _add_features(scores, extra, edge_query, own, edges, count, c)
+                    if modified:
+                        _modify(scores, slopes, edges, count, c)
+                    if c.logits != 0:
                         for e in range(count):
-                            score = load(scores, e * width + h, 8) * factor
-                            store(scores, e * width + h, score)
-                            new = maximum(new, score)
-                        if keep_logits:
-                            for e in range(count):
-                                to = (b * num_edges + edges[e]) * heads
-                                for k in range(h, min(h + 8, heads)):
-                                    logits[to + k] = scores[e * width + k]
-                        block = zero
-                        for e in range(count):
-                            p = exp(load(scores, e * width + h, 8) - new)
-                            store(scores, e * width + h, p)
-                            block = block + p
-                        rescale = exp(old - new)
-                        block = load(norm, h, 8) * rescale + block
-                        store(peak, h, new)
-                        store(norm, h, block)
-                        store(change, h, rescale)
-                        if single:
-                            inverse = one / maximum(tiny, block)
-                            for e in range(count):
-                                store(scores, e * width + h, load(scores, e * width + h, 8) * inverse)
+                            to = after(logits, (b * c.num_edges + edges[e]) * heads)
+                            for h in range(heads):
+                                to[h] = scores[e * padded + h] * (c.one if modified else c.scale)
+                    out = after(pointer(c.out, c.one), at * heads * Dv)
+                    aggregate = after(pointer(c.aggregate, c.one), at * heads * F)
+                    for r in range(rows):
+                        begin, end = starts[r], starts[r + 1]
+                        for h in range(0, padded, 8):
+                            old = lowest if fresh else load(peak, h, L8)
+                            top = old
+                            for e in range(begin, end):
+                                top = maximum(top, load(scores, e * padded + h, L8) * factor)
+                            sum = zero
+                            for e in range(begin, end):
+                                p = exp(load(scores, e * padded + h, L8) * factor - top)
+                                store(scores, e * padded + h, p)
+                                sum = sum + p
+                            if not fresh:
+                                rescale = exp(old - top)
+                                store(change, h, rescale)
+                                sum = load(norm, h, L8) * rescale + sum
+                            if last and fresh:
+                                inverse = one / maximum(tiny, sum)
+                                for e in range(begin, end):
+                                    store(scores, e * padded + h, load(scores, e * padded + h, L8) * inverse)
+                            store(peak, h, top)
+                            store(norm, h, sum)
+                            if complete:
+                                store(pointer(c.peak, c.one), (at + r) * padded + h, top)
+                                store(pointer(c.norm, c.one), (at + r) * padded + h, sum)
                     if not fresh:
-                        _scale_row(after(out, at * Dv), heads, Dv, change)
-                        _scale_row(after(aggregate, at * F), heads, F, change)
-                    if drop_below > 0:
-                        _drop(
-                            scores, width, edges, b * num_edges, count, heads, seed, drop_below,
-                            kept_factor,
-                        )  # fmt: skip
+                        _scale_row(out, heads, Dv, change)
+                        _scale_row(aggregate, heads, F, change)
+                    if c.drop_below > 0:
+                        _drop(scores, edges, b * c.num_edges, count, c)
                     _sums(
-                        after(out, at * Dv), out_heads, scores, width, value, value_offsets, value_heads, fresh,
-                        count, heads, Dv, lanes,
+                        out, heads * Dv, out_heads, scores, value, value_row, nodes, value_heads, starts, rows,
+                        fresh, heads, Dv, L,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
-                            after(aggregate, at * F), feature_heads, scores, width, edge_attr, feature_offsets, shared,
-                            fresh, count, heads, F, 8,
+                            aggregate, heads * F, feature_heads, scores, edge_attr, F, edges, shared, starts, rows,
+                            fresh, heads, F, L8,
                         )  # fmt: skip
-                for h in range(heads):
-                    peaks[at + h] = peak[h]
-                    norms[at + h] = norm[h]
-                if s < num_rows and not single:
-                    for h in range(0, width, 8):
-                        store(change, h, one / maximum(tiny, load(norm, h, 8)))
-                    _scale_row(after(out, at * Dv), heads, Dv, change)
-                    _scale_row(after(aggregate, at * F), heads, F, change)
+                    if last and not fresh:
+                        for h in range(0, padded, 8):
+                            store(change, h, one / maximum(tiny, load(norm, h, L8)))
+                        _scale_row(out, heads, Dv, change)
+                        _scale_row(aggregate, heads, F, change)
+                    s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
+            job = take(pointer(counter, np.int64(0)))
 
     return forward
 
 
+@_function
+def _grads(scores, grads, slopes, stats, stat_rows, edges, b, count, c):
+    """From the products q·k and dO·v of a block to the weights p and the gradients of the modified scores.
+
+    Without bias and soft cap, times scale: the gradients of q·k.
+    """
+    padded, L = (c.heads + 7) // 8 * 8, lanes(8)
+    factor = rest = splat(c.scale, L)
+    if c.bias != 0 or c.softcap > 0:
+        _modify(scores, slopes, edges, count, c)
+        factor = rest = splat(c.one, L)
+    if c.drop_below > 0:
+        _drop(grads, edges, b * c.num_edges, count, c)
+    if c.grad_weights != 0:
+        for e in range(count):
+            for h in range(c.heads):
+                grad = pointer(c.grad_weights, c.one)[(b * c.num_edges + edges[e]) * c.heads + h]
+                grads[e * padded + h] += grad
+    for e in range(count):
+        at = stat_rows[e] * 2 * padded
+        for h in range(0, padded, 8):
+            f = e * padded + h
+            p = exp(load(scores, f, L) * factor - load(stats, at + h, L))
+            store(scores, f, p)
+            store(grads, f, p * (load(grads, f, L) - load(stats, at + padded + h, L)) * rest)
+
+
+@_inlined
+def _chain(grads, slopes, count, c):
+    """From the gradients of modified scores to those of q·k."""
+    L = lanes(8)
+    for k in range(0, count * ((c.heads + 7) // 8 * 8), 8):
+        store(grads, k, load(grads, k, L) * load(slopes, k, L) * splat(c.scale, L))
+
+
 @functools.cache
-def _query_kernel(dim: int, lanes: int) -> Callable:
-    """The backward kernel over the edges of each query: its gradients and those of per-edge tensors."""
+def _query_kernel(dim: int, vector: int) -> Callable:
+    """The backward kernel over the edges of each query: its gradients and those of a bias."""
 
     @_kernel
-    def backward_query(
-        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
-        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
-        starts, regular, num_keys, key_row, value_row, key_dim, value_dim, F,
-        query_array, key_array, value_array, edge_attr_array, edge_query_array,
-        out_array, lse_array, aggregate_array,
-        grad_out_array, grad_lse_array, grad_aggregate_array, grad_weights_array,
-        stats_array, grad_query_array, grad_edge_query_array, grad_bias_array, grad_edge_attr_array, pairs_array,
-    ):  # fmt: skip
-        D = dim if dim > 0 else key_dim
-        Dv = dim if dim > 0 else value_dim
-        line = 64 // query_array.itemsize  # numbers in a cache line
-        key_lines, value_lines = (key_row + line - 1) // line, (value_row + line - 1) // line
-        one = splat(unit, 8)
-        scales = splat(scale, 8)
-        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
-        width = (heads + 7) // 8 * 8
-        scores = pointer(scratch)
-        grads = after(scores, BLOCK * width)
-        slopes = after(grads, BLOCK * width)
-        kept = after(slopes, BLOCK * width)
-        extra = after(kept, BLOCK * width)
-        stat = after(extra, BLOCK * width)  # of the row: lse, then δ
-        key_offsets = pointer(offsets)
-        value_offsets = after(key_offsets, BLOCK)
-        feature_offsets = after(value_offsets, BLOCK)
-        here = after(feature_offsets, BLOCK)
-        query, key, value = pointer(query_array), pointer(key_array), pointer(value_array)
-        edge_attr, edge_query = pointer(edge_attr_array), pointer(edge_query_array)
-        out, lse, aggregate = pointer(out_array), pointer(lse_array), pointer(aggregate_array)
-        grad_out, grad_lse = pointer(grad_out_array), pointer(grad_lse_array)
-        grad_aggregate, grad_weights = pointer(grad_aggregate_array), pointer(grad_weights_array)
-        stats, grad_query = pointer(stats_array), pointer(grad_query_array)
-        grad_edge_query, grad_bias = pointer(grad_edge_query_array), pointer(grad_bias_array)
-        grad_edge_attr, pairs = pointer(grad_edge_attr_array), pointer(pairs_array)
-        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
-        query_heads = pointer(starts)
-        key_heads = after(query_heads, heads)
-        out_heads = after(query_heads, 2 * heads)
-        value_heads = after(query_heads, 3 * heads)
-        feature_heads = after(query_heads, 4 * heads)
-        shared = after(query_heads, 5 * heads)
-        biased, through_weights = biases.size > 0, grad_weights_array.size > 0
-        bias_trained, dropping = grad_bias_array.size > 0, drop_below > 0
-        for b in range(b_start, b_stop):
-            for s in range(start, stop):
-                if s < num_rows:
-                    i, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
-                else:
-                    i, begin, end = pieces[s - num_rows]
-                place = (b * num_rows + i) * heads
-                here[0] = 0
-                _dots(
-                    scores, width, after(out, place * Dv), out_heads, after(grad_out, place * Dv), here, out_heads,
-                    True, 1, heads, Dv, lanes,
-                )  # fmt: skip
-                if F > 0:
-                    _dots(
-                        extra, width, after(aggregate, place * F), feature_heads, after(grad_aggregate, place * F),
-                        here, feature_heads, False, 1, heads, F, 8,
-                    )  # fmt: skip
-                for h in range(heads):
-                    delta = scores[h] - grad_lse[place + h]
-                    if F > 0:
-                        delta += extra[h]
-                    if lse[place + h] == -np.inf:  # no edge, or none that counts: weights and gradients 0
-                        stat[h] = np.inf
-                        stat[width + h] = 0
-                    else:
-                        stat[h] = lse[place + h]
-                        stat[width + h] = delta
-                if s < num_rows:
-                    for h in range(0, 2 * width, 8):
-                        store(stats, (b * num_rows + i) * 2 * width + h, load(stat, h, 8))
-                    if end - begin > PIECE:
-                        continue
-                at = (b * (num_rows + num_pieces) + s) * heads
-                if begin == end:
-                    _clear(after(grad_query, at * D), heads * D)
-                    _clear(after(grad_edge_query, at * F), heads * F)
-                for first in range(begin, end, BLOCK):
-                    count, fresh = min(BLOCK, end - first), first == begin
-                    edges = after(edge_id, first)
-                    nodes, base = after(other, first), b * num_keys
-                    _find(key_offsets, nodes, count, base, key_row)
-                    _find(value_offsets, nodes, count, base, value_row)
-                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
-                    _ask(other, ask, last, base, key, key_row, key_lines, line)
-                    _ask(other, ask, last, base, value, value_row, value_lines, line)
-                    _dots(
-                        scores, width, after(query, place * D), query_heads, key, key_offsets, key_heads, regular,
-                        count, heads, D, lanes,
-                    )  # fmt: skip
-                    _dots(
-                        grads, width, after(grad_out, place * Dv), out_heads, value, value_offsets, value_heads,
-                        regular, count, heads, Dv, lanes,
-                    )  # fmt: skip
-                    if F > 0:
-                        _add_features(
-                            scores, width, after(edge_query, place * F), feature_heads, edge_attr, shared, edges,
-                            count, heads, F, feature_offsets, extra,
+    def backward_query(calls, jobs, counter, reals, integers):
+        c, L, L8 = calls[0], lanes(vector), lanes(8)
+        D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
+        heads, F, num_rows, num_pieces = c.heads, c.features, c.num_rows, c.num_pieces
+        key_row, value_row = c.key_row, c.value_row
+        key_step, value_step = np.int64(-1 if c.grouped != 0 else D), np.int64(-1 if c.grouped != 0 else Dv)
+        padded = (heads + 7) // 8 * 8
+        own, starts = pointer(integers, np.int32(0)), pointer(integers + 4 * BLOCK, np.int32(0))
+        alone = pointer(integers + 4 * (2 * BLOCK + 1), np.int32(0))  # row r is number r
+        scores = pointer(reals, c.one)
+        grads = after(scores, BLOCK * padded)
+        slopes = after(grads, BLOCK * padded)
+        extra = after(slopes, BLOCK * padded)
+        stat = after(extra, BLOCK * padded)  # of each row: lse, then δ
+        head_starts = pointer(c.head_starts, np.int64(0))
+        key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
+        value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
+        shared = after(head_starts, 5 * heads)
+        other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
+        edge_attr, pairs = pointer(c.edge_attr, c.one), pointer(c.pairs, c.one)
+        lse, grad_lse = pointer(c.lse, c.one), pointer(c.grad_lse, c.one)
+        stats, grad_bias = pointer(c.stats, c.one), pointer(c.grad_bias, c.one)
+        job = take(pointer(counter, np.int64(0)))
+        while job < jobs.shape[0]:
+            for b in range(jobs[job, 0], jobs[job, 1]):
+                key = after(pointer(c.key, c.one), b * c.num_far * key_row)
+                value = after(pointer(c.value, c.one), b * c.num_far * value_row)
+                s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
+                while s < stop:
+                    rows, first, count, complete = _block(c, s, done, stop, own, starts)
+                    i = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
+                    place, at = b * num_rows + i, b * (num_rows + num_pieces) + s
+                    nodes, edges = after(other, first), after(edge_id, first)
+                    ahead = min(count, c.num_edges - first - _AHEAD) + _AHEAD
+                    _ask(key, key_row, nodes, _AHEAD, ahead)
+                    _ask(value, value_row, nodes, _AHEAD, ahead)
+                    grad_out = after(pointer(c.grad_out, c.one), place * heads * Dv)
+                    grad_aggregate = after(pointer(c.grad_aggregate, c.one), place * heads * F)
+                    if done == 0:
+                        out = after(pointer(c.out, c.one), place * heads * Dv)
+                        _dots(
+                            scores, out, heads * Dv, alone, out_heads, grad_out, heads * Dv, alone, out_heads,
+                            np.int64(Dv), rows, heads, Dv, L,
                         )  # fmt: skip
-                        _add_features(
-                            grads, width, after(grad_aggregate, place * F), feature_heads, edge_attr, shared, edges,
-                            count, heads, F, feature_offsets, extra,
-                        )  # fmt: skip
-                    factor = scales
-                    if biased or softcap > 0:
-                        factor = one
-                        _modify(
-                            scores, slopes, width, edges, count, heads, scale, softcap, unit,
-                            bias, biased, bias_edge_step, bias_head_step,
-                        )  # fmt: skip
-                    for h in range(0, width, 8):
-                        for e in range(count):
-                            p = exp(load(scores, e * width + h, 8) * factor - load(stat, h, 8))
-                            store(scores, e * width + h, p)
-                            store(kept, e * width + h, p)
-                    if dropping:
-                        _drop(
-                            grads, width, edges, b * num_edges, count, heads, seed, drop_below,
-                            kept_factor,
-                        )  # fmt: skip
-                    if through_weights:
-                        for e in range(count):
+                        if F > 0:
+                            aggregate = after(pointer(c.aggregate, c.one), place * heads * F)
+                            _dots(
+                                extra, aggregate, heads * F, alone, feature_heads, grad_aggregate, heads * F, alone,
+                                feature_heads, F, rows, heads, F, L8,
+                            )  # fmt: skip
+                        for r in range(rows):
+                            row = after(stat, r * 2 * padded)
                             for h in range(heads):
-                                grads[e * width + h] += grad_weights[(b * num_edges + edges[e]) * heads + h]
-                    for h in range(0, width, 8):
+                                delta = scores[r * padded + h] - grad_lse[(place + r) * heads + h]
+                                if F > 0:
+                                    delta += extra[r * padded + h]
+                                row[h] = lse[(place + r) * heads + h]
+                                row[padded + h] = delta
+                                if row[h] == -np.inf:  # no edge, or none that counts: weights and gradients 0
+                                    row[h] = np.inf
+                                    row[padded + h] = 0
+                        if s < num_rows:
+                            for k in range(0, rows * 2 * padded, 8):
+                                store(stats, place * 2 * padded + k, load(stat, k, L8))
+                    query = after(pointer(c.query, c.one), place * heads * D)
+                    _dots(
+                        scores, query, heads * D, own, head_starts, key, key_row, nodes, key_heads, key_step,
+                        count, heads, D, L,
+                    )  # fmt: skip
+                    _dots(
+                        grads, grad_out, heads * Dv, own, out_heads, value, value_row, nodes, value_heads, value_step,
+                        count, heads, Dv, L,
+                    )  # fmt: skip
+                    if F > 0:
+                        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
+                        _add_features(scores, extra, edge_query, own, edges, count, c)
+                        _add_features(grads, extra, grad_aggregate, own, edges, count, c)
+                    _grads(scores, grads, slopes, stat, own, edges, b, count, c)
+                    if c.grad_bias != 0:
                         for e in range(count):
-                            f = e * width + h
-                            store(
-                                grads, f, load(scores, f, 8) * (load(grads, f, 8) - load(stat, width + h, 8))
+                            to = after(
+                                grad_bias, (edges[e] if c.grad_bias_by_edge != 0 else at + own[e]) * heads
                             )
-                    if bias_trained:
-                        for e in range(count):
                             for h in range(heads):
-                                grad_bias[edges[e] * heads + h] += grads[e * width + h]
-                    for f in range(0, count * width, 8):
-                        store(grads, f, load(grads, f, 8) * load(slopes, f, 8) * scales)
+                                to[h] += grads[e * padded + h]
+                    if c.bias != 0 or c.softcap > 0:
+                        _chain(grads, slopes, count, c)
+                    if c.pairs != 0:
+                        if c.drop_below > 0:
+                            _drop(scores, edges, b * c.num_edges, count, c)
+                        for e in range(count):
+                            pair = after(pairs, edges[e] * c.pair_step)
+                            for h in range(heads):
+                                pair[h] = scores[e * padded + h]
+                                pair[heads + h] = grads[e * padded + h]
+                    fresh = done == 0
                     _sums(
-                        after(grad_query, at * D), query_heads, grads, width, key, key_offsets, key_heads, fresh,
-                        count, heads, D, lanes,
+                        after(pointer(c.grad_query, c.one), at * heads * D), heads * D, head_starts, grads, key,
+                        key_row, nodes, key_heads, starts, rows, fresh, heads, D, L,
                     )  # fmt: skip
                     if F > 0:
                         _sums(
-                            after(grad_edge_query, at * F), feature_heads, grads, width, edge_attr, feature_offsets,
-                            shared, fresh, count, heads, F, 8,
+                            after(pointer(c.grad_edge_query, c.one), at * heads * F), heads * F, feature_heads, grads,
+                            edge_attr, F, edges, shared, starts, rows, fresh, heads, F, L8,
                         )  # fmt: skip
-                        if dropping:
-                            _drop(
-                                kept, width, edges, b * num_edges, count, heads, seed, drop_below,
-                                kept_factor,
-                            )  # fmt: skip
-                        _feature_grads(
-                            grad_edge_attr, pairs, kept, grads, width, edges, count, heads, F,
-                            after(edge_query, place * F), after(grad_aggregate, place * F),
-                        )  # fmt: skip
+                    s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
+            job = take(pointer(counter, np.int64(0)))
 
     return backward_query
 
 
-@_function
-def _feature_grads(
-    grad_edge_attr, pairs, kept, grads, width, edges, count, heads, dim, edge_query, grad_aggregate
-):
-    """d edge_attr of a block's edges; (z p, dS) of each edge and head are left for the pass by keys.
-
-    Computing those again would gather two more rows of heads · features numbers an edge.
-    """
-    for e in range(count):
-        edge = np.int64(edges[e])
-        for h in range(heads):
-            p = kept[e * width + h]
-            grad = grads[e * width + h]
-            pairs[edge * 2 * heads + h] = p
-            pairs[edge * 2 * heads + heads + h] = grad
-            for c in range(dim):
-                grad_edge_attr[edge * dim + c] += (
-                    grad * edge_query[h * dim + c] + p * grad_aggregate[h * dim + c]
-                )
-
-
 @functools.cache
-def _key_kernel(dim: int, lanes: int) -> Callable:
+def _key_kernel(dim: int, vector: int) -> Callable:
     """The backward kernel over the edges of each key: the gradients of keys and values."""
 
     @_kernel
-    def backward_key(
-        b_start, b_stop, start, stop, scratch, offsets, heads, row_pointer, others, edge_ids, pieces,
-        scale, softcap, biases, bias_edge_step, bias_head_step, seed, drop_below, kept_factor, unit,
-        starts, regular, num_queries, key_row, value_row,
-        key_dim, value_dim, query_array, key_array, value_array, grad_out_array, grad_weights_array,
-        stats_array, pairs_array, grad_key_array, grad_value_array,
-    ):  # fmt: skip
-        D = dim if dim > 0 else key_dim
-        Dv = dim if dim > 0 else value_dim
-        line = 64 // query_array.itemsize  # numbers in a cache line
-        one = splat(unit, 8)
-        scales = splat(scale, 8)
-        num_rows, num_pieces, num_edges = row_pointer.size - 1, pieces.shape[0], others.size
-        width = (heads + 7) // 8 * 8
-        query_lines, out_lines = (heads * D + line - 1) // line, (heads * Dv + line - 1) // line
-        stat_lines = (2 * width + line - 1) // line
-        scores = pointer(scratch)
-        grads = after(scores, BLOCK * width)
-        slopes = after(grads, BLOCK * width)
-        query_offsets = pointer(offsets)
-        out_offsets = after(query_offsets, BLOCK)
-        stat_offsets = after(out_offsets, BLOCK)
-        query, key, value = pointer(query_array), pointer(key_array), pointer(value_array)
-        grad_out, grad_weights = pointer(grad_out_array), pointer(grad_weights_array)
-        stats, pairs = pointer(stats_array), pointer(pairs_array)
-        grad_key, grad_value = pointer(grad_key_array), pointer(grad_value_array)
-        other, edge_id, bias = pointer(others), pointer(edge_ids), pointer(biases)
-        query_heads = pointer(starts)
-        key_heads = after(query_heads, heads)
-        out_heads = after(query_heads, 2 * heads)
-        value_heads = after(query_heads, 3 * heads)
-        biased, through_weights = biases.size > 0, grad_weights_array.size > 0
-        stored, dropping = pairs_array.size > 0, drop_below > 0
-        for b in range(b_start, b_stop):
-            for s in range(start, stop):
-                if s < num_rows:
-                    j, begin, end = np.int64(s), row_pointer[s], row_pointer[s + 1]
-                    if end - begin > PIECE:
-                        continue
-                else:
-                    j, begin, end = pieces[s - num_rows]
-                at = b * (num_rows + num_pieces) + s
-                place = b * num_rows + j
-                if begin == end or not regular:
-                    _clear(after(grad_key, at * key_row), key_row)
-                    _clear(after(grad_value, at * value_row), value_row)
-                for first in range(begin, end, BLOCK):
-                    count, fresh = min(BLOCK, end - first), first == begin and regular
-                    edges = after(edge_id, first)
-                    nodes, base = after(other, first), b * num_queries
-                    _find(query_offsets, nodes, count, base, heads * D)
-                    _find(out_offsets, nodes, count, base, heads * Dv)
-                    ask, last = first + _AHEAD, min(first + count + _AHEAD, num_edges)
-                    _ask(other, ask, last, base, query, heads * D, query_lines, line)
-                    _ask(other, ask, last, base, grad_out, heads * Dv, out_lines, line)
-                    if stored:
+    def backward_key(calls, jobs, counter, reals, integers):
+        c, L = calls[0], lanes(vector)
+        D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
+        heads, num_rows, num_pieces = c.heads, c.num_rows, c.num_pieces
+        key_row, value_row, grouped = c.key_row, c.value_row, c.grouped
+        key_step, value_step = np.int64(-1 if grouped != 0 else D), np.int64(-1 if grouped != 0 else Dv)
+        padded = (heads + 7) // 8 * 8
+        own, starts = pointer(integers, np.int32(0)), pointer(integers + 4 * BLOCK, np.int32(0))
+        scores = pointer(reals, c.one)
+        grads = after(scores, BLOCK * padded)
+        slopes = after(grads, BLOCK * padded)
+        head_starts = pointer(c.head_starts, np.int64(0))
+        key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
+        value_heads = after(head_starts, 3 * heads)
+        other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
+        pairs = pointer(c.pairs, c.one)
+        job = take(pointer(counter, np.int64(0)))
+        while job < jobs.shape[0]:
+            for b in range(jobs[job, 0], jobs[job, 1]):
+                query = after(pointer(c.query, c.one), b * c.num_far * heads * D)
+                grad_out = after(pointer(c.grad_out, c.one), b * c.num_far * heads * Dv)
+                stats = after(pointer(c.stats, c.one), b * c.num_far * 2 * padded)
+                s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
+                while s < stop:
+                    rows, first, count, complete = _block(c, s, done, stop, own, starts)
+                    j = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
+                    place, at = b * num_rows + j, b * (num_rows + num_pieces) + s
+                    nodes, edges = after(other, first), after(edge_id, first)
+                    ahead = min(count, c.num_edges - first - _AHEAD) + _AHEAD
+                    _ask(query, heads * D, nodes, _AHEAD, ahead)
+                    _ask(grad_out, heads * Dv, nodes, _AHEAD, ahead)
+                    if c.pairs != 0:
                         for e in range(count):
-                            pair = after(pairs, edges[e] * 2 * heads)
+                            pair = after(pairs, edges[e] * c.pair_step)
                             for h in range(heads):
-                                scores[e * width + h] = pair[h]
-                                grads[e * width + h] = pair[heads + h]
+                                scores[e * padded + h] = pair[h]
+                                grads[e * padded + h] = pair[heads + h]
                     else:
-                        _find(stat_offsets, nodes, count, base, 2 * width)
-                        _ask(other, ask, last, base, stats, 2 * width, stat_lines, line)
+                        _ask(stats, 2 * padded, nodes, _AHEAD, ahead)
                         _dots(
-                            scores, width, after(key, place * key_row), key_heads, query, query_offsets, query_heads,
-                            regular, count, heads, D, lanes,
+                            scores, after(pointer(c.key, c.one), place * key_row), key_row, own, key_heads,
+                            query, heads * D, nodes, head_starts, key_step, count, heads, D, L,
                         )  # fmt: skip
                         _dots(
-                            grads, width, after(value, place * value_row), value_heads, grad_out, out_offsets,
-                            out_heads, regular, count, heads, Dv, lanes,
+                            grads, after(pointer(c.value, c.one), place * value_row), value_row, own, value_heads,
+                            grad_out, heads * Dv, nodes, out_heads, value_step, count, heads, Dv, L,
                         )  # fmt: skip
-                        factor = scales
-                        if biased or softcap > 0:
-                            factor = one
-                            _modify(
-                                scores, slopes, width, edges, count, heads, scale, softcap,
-                                unit, bias, biased, bias_edge_step, bias_head_step,
-                            )  # fmt: skip
-                        if dropping:
-                            _drop(
-                                grads, width, edges, b * num_edges, count, heads, seed, drop_below,
-                                kept_factor,
-                            )  # fmt: skip
-                        if through_weights:
-                            for e in range(count):
-                                for h in range(heads):
-                                    grads[e * width + h] += grad_weights[
-                                        (b * num_edges + edges[e]) * heads + h
-                                    ]
-                        for e in range(count):
-                            stat = after(stats, stat_offsets[e])
-                            for h in range(0, width, 8):
-                                f = e * width + h
-                                p = exp(load(scores, f, 8) * factor - load(stat, h, 8))
-                                grad = p * (load(grads, f, 8) - load(stat, width + h, 8))
-                                store(scores, f, p)
-                                store(grads, f, grad * load(slopes, f, 8) * scales)
-                        if dropping:
-                            _drop(
-                                scores, width, edges, b * num_edges, count, heads, seed, drop_below,
-                                kept_factor,
-                            )  # fmt: skip
+                        _grads(scores, grads, slopes, stats, nodes, edges, b, count, c)
+                        if c.bias != 0 or c.softcap > 0:
+                            _chain(grads, slopes, count, c)
+                        if c.drop_below > 0:
+                            _drop(scores, edges, b * c.num_edges, count, c)
+                    grad_key = after(pointer(c.grad_key, c.one), at * key_row)
+                    grad_value = after(pointer(c.grad_value, c.one), at * value_row)
+                    fresh = done == 0
+                    if grouped != 0 and fresh:  # several query heads add to one place
+                        _clear(grad_key, rows * key_row)
+                        _clear(grad_value, rows * value_row)
+                        fresh = False
                     _sums(
-                        after(grad_value, at * value_row), value_heads, scores, width, grad_out, out_offsets,
-                        out_heads, fresh, count, heads, Dv, lanes,
+                        grad_value, value_row, value_heads, scores, grad_out, heads * Dv, nodes, out_heads, starts,
+                        rows, fresh, heads, Dv, L,
                     )  # fmt: skip
                     _sums(
-                        after(grad_key, at * key_row), key_heads, grads, width, query, query_offsets, query_heads,
-                        fresh, count, heads, D, lanes,
+                        grad_key, key_row, key_heads, grads, query, heads * D, nodes, head_starts, starts, rows,
+                        fresh, heads, D, L,
                     )  # fmt: skip
+                    s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
+            job = take(pointer(counter, np.int64(0)))
 
     return backward_key
+
+
+@_kernel
+def _edge_kernel(calls, jobs, counter, reals, integers):
+    """The gradients of edge features, from the pairs (z p, dS) of each edge and head, over which they are written.
+
+    d edge_attr[e] = Σ_h dS[e, h] edge_query[i, h] + z p[e, h] grad_aggregate[i, h]
+    """
+    c, L = calls[0], lanes(8)
+    heads, F = c.heads, c.features
+    even = F - F % 8
+    row_pointer, edge_id = pointer(c.row_pointer, np.int64(0)), pointer(c.edge_id, np.int32(0))
+    pairs, pair = pointer(c.pairs, c.one), pointer(reals, c.one)
+    job = take(pointer(counter, np.int64(0)))
+    while job < jobs.shape[0]:
+        for b in range(jobs[job, 0], jobs[job, 1]):
+            for i in range(jobs[job, 2], min(jobs[job, 3], c.num_rows)):
+                place = (b * c.num_rows + i) * heads * F
+                edge_query = after(pointer(c.edge_query, c.one), place)
+                grad_aggregate = after(pointer(c.grad_aggregate, c.one), place)
+                for e in range(row_pointer[i], row_pointer[i + 1]):
+                    to = after(pairs, edge_id[e] * c.pair_step)
+                    for h in range(2 * heads):
+                        pair[h] = to[h]
+                    for k in range(0, even, 8):
+                        sum = zeros(to, L)
+                        for h in range(heads):
+                            sum = sum + splat(pair[heads + h], L) * load(edge_query, h * F + k, L)
+                            sum = sum + splat(pair[h], L) * load(grad_aggregate, h * F + k, L)
+                        store(to, k, sum)
+                    for k in range(even, F):
+                        to[k] = 0
+                        for h in range(heads):
+                            to[k] += (
+                                pair[heads + h] * edge_query[h * F + k] + pair[h] * grad_aggregate[h * F + k]
+                            )
+        job = take(pointer(counter, np.int64(0)))
 
 
 _pool: ThreadPoolExecutor | None = None
@@ -707,24 +728,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)  # a forked child has none of its parent's threads
 
 
-def _run(
-    kernel: Callable,
-    jobs: Sequence[tuple[int, int, int, int]],
-    rows: Rows,
-    options: Options,
-    heads: int,
-    *arguments,
-) -> None:
-    """Call the kernel on every job, on as many threads as PyTorch uses, this one among them."""
+def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
+    """Call the kernel on as many threads as PyTorch uses, this one among them; each takes job after job."""
     global _pool
-    remaining = iter(jobs)  # taking the next job from it is one step under the interpreter lock
+    counter = np.zeros(1, np.int64)
+    padded = -(-int(call["heads"][0]) // 8) * 8
 
     def work() -> None:
         # Not allocated in the kernel: Numba frees an array that only its address is used of.
-        scratch = np.ones((5 * BLOCK + 3) * (-(-heads // 8) * 8), options.scale.dtype)
-        offsets = np.empty(3 * BLOCK + 1, np.int64)
-        for job in remaining:
-            kernel(*job, scratch, offsets, heads, *rows, *options, *arguments)
+        reals = np.ones((4 * BLOCK + 2 * BLOCK) * padded, call.dtype["scale"])
+        integers = np.arange(-2 * BLOCK - 1, BLOCK, dtype=np.int32)
+        kernel(call, jobs, counter.ctypes.data, reals.ctypes.data, integers.ctypes.data)
 
     others = min(torch.get_num_threads(), len(jobs)) - 1
     if others < 1:
@@ -741,31 +755,35 @@ def _run(
                 helper.result()
 
 
-def _jobs(rows: Rows, batch: int, work_per_edge: int) -> list[tuple[int, int, int, int]]:
+def _jobs(rows: Rows, batch: int, work_per_edge: int) -> np.ndarray:
     """Cut the work into ranges (leading index from, to; segment from, to) of about equal numbers of edges and rows."""
-    num_rows, num_pieces = rows.pointer.size - 1, rows.pieces.shape[0]
+    num_rows, num_edges, num_pieces = rows.pointer.numel() - 1, rows.other.numel(), rows.pieces.shape[0]
     parts = _PARTS * torch.get_num_threads()
-    if batch * (rows.other.size + num_rows) * work_per_edge < _SERIAL_WORK or parts == _PARTS:
-        return [(0, batch, 0, num_rows + num_pieces)]
+    if batch * (num_edges + num_rows) * work_per_edge < _SERIAL_WORK or parts == _PARTS:
+        return np.array([[0, batch, 0, num_rows + num_pieces]])
     if batch >= parts:
-        cuts = np.linspace(0, batch, parts + 1).astype(int).tolist()
-        return [(b, c, 0, num_rows + num_pieces) for b, c in itertools.pairwise(cuts)]
+        cuts = np.linspace(0, batch, parts + 1).astype(np.int64)
+        return np.array([(b, c, 0, num_rows + num_pieces) for b, c in itertools.pairwise(cuts)])
     parts = -(-parts // batch)
-    by_edges = np.searchsorted(rows.pointer, np.linspace(0, rows.other.size, parts + 1)[1:-1])
-    cuts = np.unique([0, *by_edges, *np.linspace(0, num_rows, parts + 1).astype(int)]).tolist()
+    by_edges = np.searchsorted(rows.pointer.numpy(), np.linspace(0, num_edges, parts + 1)[1:-1])
+    cuts = np.unique([0, *by_edges, *np.linspace(0, num_rows, parts + 1).astype(np.int64)])
     ranges = [*((s, s + 1) for s in range(num_rows, num_rows + num_pieces)), *itertools.pairwise(cuts)]
-    return [(b, b + 1, start, stop) for b in range(batch) for start, stop in ranges]
+    return np.array([(b, b + 1, start, stop) for b in range(batch) for start, stop in ranges])
 
 
 def _rows(rowptr: Tensor, col: Tensor, edge_id: Tensor) -> Rows:
-    pointer, other = rowptr.numpy(), col.numpy()
-    long = np.flatnonzero(np.diff(pointer) > PIECE) if other.size > PIECE else ()
-    pieces = [
-        (row, first, min(first + PIECE, pointer[row + 1]))
-        for row in long
-        for first in range(pointer[row], pointer[row + 1], PIECE)
-    ]
-    return Rows(pointer, other, edge_id.numpy(), np.array(pieces, np.int64).reshape(-1, 3))
+    pieces = np.empty((0, 3), np.int64)
+    if col.numel() > PIECE:
+        pointer = rowptr.numpy()
+        pieces = np.array(
+            [
+                (row, first, min(first + PIECE, pointer[row + 1]))
+                for row in np.flatnonzero(np.diff(pointer) > PIECE)
+                for first in range(pointer[row], pointer[row + 1], PIECE)
+            ],
+            np.int64,
+        ).reshape(-1, 3)
+    return Rows(rowptr.contiguous(), col.contiguous(), edge_id.contiguous(), pieces)
 
 
 @np.errstate(all="ignore")  # an infinite score makes NaN, as in any softmax
@@ -778,7 +796,7 @@ def _merge_weighted(rows: Rows, peak: np.ndarray, norm: np.ndarray, sums: Sequen
     if rows.pieces.shape[0] == 0:
         return
     long, starts, counts = np.unique(rows.pieces[:, 0], return_index=True, return_counts=True)
-    first = rows.pointer.size - 1
+    first = rows.pointer.numel() - 1
     peaks = peak[:, first:].astype(np.float64)
     top = np.maximum.reduceat(peaks, starts, axis=1)
     factor = np.exp(peaks - np.repeat(top, counts, axis=1))
@@ -795,7 +813,7 @@ def _merge(rows: Rows, sums: Sequence[np.ndarray]) -> None:
         return
     long, starts = np.unique(rows.pieces[:, 0], return_index=True)
     for x in sums:
-        x[:, long] = np.add.reduceat(x[:, rows.pointer.size - 1 :].astype(np.float64), starts, axis=1)
+        x[:, long] = np.add.reduceat(x[:, rows.pointer.numel() - 1 :].astype(np.float64), starts, axis=1)
 
 
 @functools.cache
@@ -816,73 +834,100 @@ class _Call:
         bias, edge_attr, edge_query, seed, scale, softcap, dropout_p, return_weights,
     ):  # fmt: skip
         self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        number = np.float64 if self.wide == torch.float64 else np.float32
         self.batch, self.num_queries, self.heads, self.dim = query.shape
         self.num_keys, self.kv_heads, self.value_dim = value.shape[1:]
         self.num_edges = col.numel()
         self.features = 0 if edge_attr is None else edge_attr.size(1)
-        self.by_query = _rows(rowptr, col, edge_id)
-        self.transposed = colptr, row, edge_id_t
-        self.query, self.key, self.value = self.flat(query), self.flat(key), self.flat(value)
-        self.edge_query = self.flat(edge_query)
-        self.edge_attr = self.flat(edge_attr)
-        self.options = Options(
-            number(scale),
-            number(softcap),
-            self.flat(bias),
-            0 if bias is None or bias.size(0) == 1 else bias.size(1),
-            0 if bias is None or bias.size(1) == 1 else 1,
-            np.uint64(0 if seed is None else seed.item()),
-            np.uint64(int(dropout_p * 2**53)),
-            number(1 / (1 - dropout_p) if dropout_p < 1 else 0),
-            number(1),
-        )
-        starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
-        self.shape = (self.options, self.heads, starts, self.heads == self.kv_heads)
-        self.rows_sizes = (self.kv_heads * self.dim, self.kv_heads * self.value_dim, self.dim, self.value_dim)
+        self.padded = -(-self.heads // 8) * 8
         fixed = self.dim if self.dim == self.value_dim and self.dim in _FIXED_DIMS else 0
         self.kernel = (fixed, min(fixed, 64) if fixed else 8)
         self.work_per_edge = self.heads * (self.dim + self.value_dim + self.features)
+        starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
+        self.kept: list = [starts]  # what addresses point to
+        number = np.float64 if self.wide == torch.float64 else np.float32
+        self.record = np.zeros(1, _record(number))
+        self.fill(
+            heads=self.heads,
+            dim=self.dim,
+            value_dim=self.value_dim,
+            features=self.features,
+            key_row=self.kv_heads * self.dim,
+            value_row=self.kv_heads * self.value_dim,
+            grouped=self.heads != self.kv_heads,
+            num_edges=self.num_edges,
+            bias_edge_step=0 if bias is None or bias.size(0) == 1 else bias.size(1),
+            bias_head_step=0 if bias is None or bias.size(1) == 1 else 1,
+            head_starts=starts.ctypes.data,
+            query=self.flat(query),
+            key=self.flat(key),
+            value=self.flat(value),
+            bias=self.flat(bias),
+            edge_attr=self.flat(edge_attr),
+            edge_query=self.flat(edge_query),
+            seed=0 if seed is None else seed.item(),
+            drop_below=int(dropout_p * 2**53),
+            scale=scale,
+            softcap=softcap,
+            kept=1 / (1 - dropout_p) if dropout_p < 1 else 0,
+            one=1,
+        )
 
-    def flat(self, x: Tensor | None) -> np.ndarray:
-        if x is None:
-            return np.empty(0, np.float64 if self.wide == torch.float64 else np.float32)
-        return x.detach().to(self.wide).contiguous().numpy().reshape(-1)
+    def fill(self, **arguments) -> None:
+        for name, x in arguments.items():
+            self.record[name] = self.address(x) if isinstance(x, Tensor) else x
 
-    def rows_of(self, rows: Rows, *shape: int) -> tuple[Tensor, np.ndarray]:
-        """Room for the rows and the pieces of long rows: as [batch, rows and pieces, ...] and flat."""
-        room = torch.empty(self.batch, rows.pointer.size - 1 + rows.pieces.shape[0], *shape, dtype=self.wide)
-        return room, room.numpy().reshape(-1)
+    def address(self, x: Tensor) -> int:
+        self.kept.append(x)
+        return x.data_ptr()
+
+    def flat(self, x: Tensor | None) -> Tensor | int:
+        return 0 if x is None else x.detach().to(self.wide).contiguous()
+
+    def over(self, rows: Rows, num_far: int) -> np.ndarray:
+        """The record for a kernel over these rows."""
+        self.kept.append(rows)
+        self.fill(
+            num_rows=rows.pointer.numel() - 1,
+            num_pieces=rows.pieces.shape[0],
+            num_far=num_far,
+            row_pointer=rows.pointer,
+            other=rows.other,
+            edge_id=rows.edge_id,
+            pieces=rows.pieces.ctypes.data,
+        )
+        return self.record.copy()
+
+    def rows_of(self, rows: Rows, *shape: int) -> Tensor:
+        """Room for the rows and the pieces of long rows: [batch, rows and pieces, ...]."""
+        return torch.empty(
+            self.batch, rows.pointer.numel() - 1 + rows.pieces.shape[0], *shape, dtype=self.wide
+        )
 
     def whole(self, rows: Rows, room: Tensor) -> Tensor:
         """The rows without the pieces."""
-        return room[:, : rows.pointer.size - 1].contiguous() if rows.pieces.shape[0] else room
+        return room[:, : rows.pointer.numel() - 1].contiguous() if rows.pieces.shape[0] else room
 
 
 def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The body of ``graphattn::sparse_attention``."""
     call, return_weights = _Call(*inputs), inputs[-1]
-    rows, H = call.by_query, call.heads
-    out, flat_out = call.rows_of(rows, H, call.value_dim)
-    peak, flat_peak = call.rows_of(rows, H)
-    norm, flat_norm = call.rows_of(rows, H)
-    aggregate, flat_aggregate = call.rows_of(rows, H, call.features)
+    rows, H = _rows(*inputs[3:6]), call.heads
+    out = call.rows_of(rows, H, call.value_dim)
+    peak, norm = call.rows_of(rows, call.padded), call.rows_of(rows, call.padded)
+    aggregate = call.rows_of(rows, H, call.features)
     weights = torch.empty((call.batch, call.num_edges, H) if return_weights else 0, dtype=call.wide)
+    call.fill(out=out, peak=peak, norm=norm, aggregate=aggregate, logits=weights if weights.numel() else 0)
+    peak, norm = peak[..., :H], norm[..., :H]
     if call.batch:
-        _run(
-            _forward_kernel(*call.kernel),
-            _jobs(rows, call.batch, call.work_per_edge),
-            rows, *call.shape, call.num_keys, *call.rows_sizes, call.features,
-            call.query, call.key, call.value, call.edge_attr, call.edge_query,
-            flat_out, flat_peak, flat_norm, flat_aggregate, weights.numpy().reshape(-1),
-        )  # fmt: skip
+        jobs = _jobs(rows, call.batch, call.work_per_edge)
+        _run(_forward_kernel(*call.kernel), call.over(rows, call.num_keys), jobs)
         _merge_weighted(rows, peak.numpy(), norm.numpy(), (out.numpy(), aggregate.numpy()))
     peak, norm = call.whole(rows, peak), call.whole(rows, norm)
     if return_weights:
         # exp(s - peak) / norm: s - lse would lose the digits that a large lse has no room for.
-        number = torch.from_numpy(rows.edge_id).long()
+        number = rows.edge_id.long()
         row = torch.empty_like(number)
-        row[number] = torch.repeat_interleave(torch.from_numpy(np.diff(rows.pointer)))
+        row[number] = torch.repeat_interleave(rows.pointer.diff())
         weights.sub_(peak[:, row]).exp_().div_(norm.clamp_min(torch.finfo(call.wide).tiny)[:, row])
     # NumPy: PyTorch's own threads hang in a child that was forked after they ran.
     with np.errstate(all="ignore"):  # log 0 = -inf: a query without edges
@@ -896,61 +941,69 @@ def backward(
     """The body of ``graphattn::sparse_attention_backward``."""
     call, return_weights = _Call(*inputs), inputs[-1]
     bias, edge_attr, edge_query = inputs[9:12]
-    rows, columns, H = call.by_query, _rows(*call.transposed), call.heads
+    rows, columns, H, F = _rows(*inputs[3:6]), _rows(*inputs[6:9]), call.heads, call.features
     if return_weights:
         # Through the weights, δ_i gains Σ_j p_ij dP_ij.
-        row = torch.repeat_interleave(torch.from_numpy(np.diff(rows.pointer)))
-        through = (weights * grad_weights).double()[:, torch.from_numpy(rows.edge_id).long()]
+        row = torch.repeat_interleave(rows.pointer.diff())
+        through = (weights * grad_weights).double()[:, rows.edge_id.long()]
         through = through.new_zeros(call.batch, call.num_queries, H).index_add_(1, row, through)
         grad_lse = grad_lse - through.to(call.wide)
-    grad_query, flat_grad_query = call.rows_of(rows, H, call.dim)
-    grad_edge_query, flat_grad_edge_query = call.rows_of(rows, H, call.features)
-    grad_key, flat_grad_key = call.rows_of(columns, call.kv_heads, call.dim)
-    grad_value, flat_grad_value = call.rows_of(columns, call.kv_heads, call.value_dim)
-    grad_bias = np.zeros((0 if bias is None else call.num_edges, H), call.query.dtype)
-    grad_edge_attr = np.zeros((call.num_edges, call.features), call.query.dtype)
-    pairs = np.empty(2 * call.num_edges * H if call.features else 0, call.query.dtype)
-    stats = np.empty(call.batch * call.num_queries * 2 * (-(-H // 8) * 8), call.query.dtype)
-    flat_grad_out, flat_grad_weights = call.flat(grad_out), call.flat(grad_weights)
-    by_row = (
-        rows, *call.shape, call.num_keys, *call.rows_sizes, call.features,
-        call.query, call.key, call.value, call.edge_attr, call.edge_query,
-        call.flat(out), call.flat(lse), call.flat(aggregate), flat_grad_out, call.flat(grad_lse),
-        call.flat(grad_aggregate), flat_grad_weights,
-        stats, flat_grad_query, flat_grad_edge_query, grad_bias.reshape(-1), grad_edge_attr.reshape(-1), pairs,
-    )  # fmt: skip
-    by_column = (
-        columns, *call.shape, call.num_queries, *call.rows_sizes, call.query, call.key, call.value,
-        flat_grad_out, flat_grad_weights, stats, pairs, flat_grad_key, flat_grad_value,
-    )  # fmt: skip
+    grad_query, grad_edge_query = call.rows_of(rows, H, call.dim), call.rows_of(rows, H, F)
+    grad_key = call.rows_of(columns, call.kv_heads, call.dim)
+    grad_value = call.rows_of(columns, call.kv_heads, call.value_dim)
+    grad_bias = torch.empty(0, dtype=call.wide)
+    if bias is not None:  # one for all edges is summed by row
+        shape = (call.num_edges,) if bias.size(0) != 1 else grad_query.shape[:2]
+        grad_bias = torch.zeros(*shape, H, dtype=call.wide)
+    # The pairs of an edge become the gradient of its features.
+    pairs = torch.empty(call.num_edges if F else 0, max(F, 2 * H), dtype=call.wide)
+    stats = torch.empty(call.batch * call.num_queries * 2 * call.padded, dtype=call.wide)
+    call.fill(
+        out=call.flat(out),
+        lse=call.flat(lse),
+        aggregate=call.flat(aggregate),
+        grad_out=call.flat(grad_out),
+        grad_lse=call.flat(grad_lse),
+        grad_aggregate=call.flat(grad_aggregate),
+        grad_weights=call.flat(grad_weights) if grad_weights.numel() else 0,
+        stats=stats,
+        pairs=pairs if F else 0,
+        pair_step=pairs.size(1),
+        grad_query=grad_query,
+        grad_edge_query=grad_edge_query,
+        grad_bias=grad_bias if bias is not None else 0,
+        grad_bias_by_edge=bias is not None and bias.size(0) != 1,
+        grad_key=grad_key,
+        grad_value=grad_value,
+    )
+    by_row, by_column = call.over(rows, call.num_keys), call.over(columns, call.num_queries)
     # What is summed or kept per edge belongs to one leading index at a time.
-    query_jobs = _jobs(rows, call.batch, call.work_per_edge)
-    key_jobs = _jobs(columns, call.batch, call.work_per_edge)
-    steps = [(query_jobs, key_jobs)]
-    if call.batch > 1 and (bias is not None or call.features):
-        query_jobs = _jobs(rows, 1, call.work_per_edge)
-        key_jobs = _jobs(columns, 1, call.work_per_edge)
-        steps = [
-            ([(b, b + 1, *job[2:]) for job in query_jobs], [(b, b + 1, *job[2:]) for job in key_jobs])
-            for b in range(call.batch)
-        ]
-    if call.batch:
-        for query_jobs, key_jobs in steps:
-            _run(_query_kernel(*call.kernel), query_jobs, *by_row)
-            _run(_key_kernel(*call.kernel), key_jobs, *by_column)
-        _merge(rows, (grad_query.numpy(), grad_edge_query.numpy()))
-        _merge(columns, (grad_key.numpy(), grad_value.numpy()))
+    together = bias is None and F == 0
+    query_jobs, key_jobs = (
+        _jobs(x, call.batch if together else 1, call.work_per_edge) for x in (rows, columns)
+    )
+    grad_edge_attr = pairs[:, :F] if call.batch == 1 else torch.zeros(pairs.size(0), F, dtype=call.wide)
+    for b in range(1 if together else call.batch):
+        at = np.array([b, b, 0, 0])
+        _run(_query_kernel(*call.kernel), by_row, query_jobs + at)
+        _run(_key_kernel(*call.kernel), by_column, key_jobs + at)
+        if F:
+            _run(_edge_kernel, by_row, _jobs(rows, 1, H * F) + at)
+        if call.batch > 1:
+            grad_edge_attr += pairs[:, :F]
+    _merge(rows, (grad_query.numpy(), grad_edge_query.numpy()))
+    _merge(columns, (grad_key.numpy(), grad_value.numpy()))
 
     def like(grad: Tensor, x: Tensor | None) -> Tensor:
         if x is None:
             return inputs[0].new_empty(0)
-        return grad.sum_to_size(x.shape).to(x.dtype)
+        return grad.sum_to_size(x.shape).to(x.dtype).contiguous()
 
     return (
         call.whole(rows, grad_query).to(inputs[0].dtype),
         call.whole(columns, grad_key).to(inputs[1].dtype),
         call.whole(columns, grad_value).to(inputs[2].dtype),
-        like(torch.from_numpy(grad_bias), bias),
-        like(torch.from_numpy(grad_edge_attr), edge_attr),
+        like(grad_bias.view(-1, H), bias),
+        like(grad_edge_attr, edge_attr),
         like(call.whole(rows, grad_edge_query), edge_query),
     )

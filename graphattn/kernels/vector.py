@@ -2,7 +2,8 @@
 
 A ``Vector`` is a value of a fixed number of float32 or float64 lanes. LLVM maps it to the registers the
 machine has, so a vector of 64 lanes is eight AVX registers, or sixteen NEON ones. The functions work inside
-``numba.njit`` code; ``lanes`` must be a constant there.
+``numba.njit`` code. Where one says ``lanes`` it takes what the function `lanes` makes of a constant: a value whose
+type holds the number, so that functions handed it are compiled for that number.
 """
 
 import math
@@ -33,10 +34,29 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, fe_type.llvm)
 
 
-def _vector(dtype, lanes) -> Vector:
-    if not isinstance(lanes, types.IntegerLiteral):
-        raise RequireLiteralValue("lanes must be a constant")
-    return Vector(dtype, lanes.literal_value)
+class Lanes(types.Type):
+    def __init__(self, number: int):
+        self.number = number
+        super().__init__(name=f"Lanes({number})")
+
+
+register_model(Lanes)(models.OpaqueModel)
+
+
+@intrinsic(prefer_literal=True)
+def lanes(typingctx, number):
+    """A number of lanes, from a constant."""
+    if not isinstance(number, types.IntegerLiteral):
+        raise RequireLiteralValue("the number of lanes must be a constant")
+    return Lanes(number.literal_value)(number), lambda context, builder, sig, args: context.get_dummy_value()
+
+
+@intrinsic
+def width(typingctx, lanes):
+    """The number of lanes as an integer."""
+    return types.intp(lanes), lambda context, builder, sig, args: context.get_constant(
+        types.intp, lanes.number
+    )
 
 
 def _address(builder, pointer, index, pointee):
@@ -44,16 +64,24 @@ def _address(builder, pointer, index, pointee):
 
 
 @intrinsic
-def pointer(typingctx, array):
-    """The address of the first number of a contiguous array.
-
-    A kernel that takes plain addresses compiles in half the time of one that takes arrays.
-    """
+def pointer(typingctx, address, like):
+    """The numbers of the type of ``like`` that begin at an address."""
+    result = types.CPointer(types.unliteral(like))
 
     def codegen(context, builder, sig, args):
-        return context.make_array(array)(context, builder, args[0]).data
+        return builder.inttoptr(args[0], context.get_value_type(result))
 
-    return types.CPointer(array.dtype)(array), codegen
+    return result(types.intp, like), codegen
+
+
+@intrinsic
+def take(typingctx, counter):
+    """The number behind the pointer, which becomes one more: no two threads are given the same."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), codegen
 
 
 @intrinsic
@@ -62,10 +90,10 @@ def after(typingctx, pointer, index):
     return pointer(pointer, types.intp), lambda context, builder, sig, args: builder.gep(args[0], [args[1]])
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def load(typingctx, pointer, index, lanes):
     """The numbers ``index`` to ``index + lanes`` behind the pointer."""
-    vector = _vector(pointer.dtype, lanes)
+    vector = Vector(pointer.dtype, lanes.number)
 
     def codegen(context, builder, sig, args):
         loaded = builder.load(_address(builder, args[0], args[1], vector.llvm))
@@ -75,7 +103,14 @@ def load(typingctx, pointer, index, lanes):
     return vector(pointer, types.intp, lanes), codegen
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
+def zeros(typingctx, pointer, lanes):
+    """A vector of zeros of the type of the numbers behind the pointer."""
+    vector = Vector(pointer.dtype, lanes.number)
+    return vector(pointer, lanes), lambda context, builder, sig, args: ir.Constant(vector.llvm, None)
+
+
+@intrinsic
 def store(typingctx, pointer, index, vector):
     """Write the vector to the numbers from ``index`` on."""
 
@@ -87,7 +122,7 @@ def store(typingctx, pointer, index, vector):
     return types.none(pointer, types.intp, vector), codegen
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def prefetch(typingctx, pointer, index):
     """Ask for the cache line of the number at ``index``, which will be read soon."""
 
@@ -102,10 +137,17 @@ def prefetch(typingctx, pointer, index):
     return types.none(pointer, types.intp), codegen
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
+def per_line(typingctx, pointer):
+    """How many of the numbers behind the pointer a cache line of 64 bytes holds."""
+    number = 512 // pointer.dtype.bitwidth
+    return types.intp(pointer), lambda context, builder, sig, args: context.get_constant(types.intp, number)
+
+
+@intrinsic
 def splat(typingctx, value, lanes):
     """A vector whose lanes all hold ``value``."""
-    vector = _vector(value, lanes)
+    vector = Vector(value, lanes.number)
 
     def codegen(context, builder, sig, args):
         undefined = ir.Constant(vector.llvm, ir.Undefined)
@@ -139,7 +181,7 @@ _define_operator(operator.mul, "fmul")
 _define_operator(operator.truediv, "fdiv")
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def maximum(typingctx, a, b):
     """The larger lane of each pair; b where either is NaN."""
 
@@ -154,11 +196,12 @@ def _fold(builder, vector, lanes):
     while vector.type.count > lanes:
         half = vector.type.count // 2
         low = _shuffle(builder, vector, vector, list(range(half)))
-        vector = builder.fadd(low, _shuffle(builder, vector, vector, list(range(half, 2 * half))))
+        high = _shuffle(builder, vector, vector, list(range(half, 2 * half)))
+        vector = builder.fadd(low, high, flags=("contract",))
     return vector
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def total(typingctx, vector):
     """The sum of the lanes, a power of two of them."""
 
@@ -168,7 +211,7 @@ def total(typingctx, vector):
     return vector.dtype(vector), codegen
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def totals(typingctx, a, b, c, d, e, f, g, h):
     """The eight sums of eight vectors as one vector: a third of the instructions of eight `total`."""
 
@@ -194,7 +237,7 @@ _EXP = {
 }
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def exp(typingctx, x):
     """e^x for x up to 80, to one unit in the last place; 0 below the normal numbers, NaN for NaN.
 
