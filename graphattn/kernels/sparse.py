@@ -21,6 +21,7 @@ _OPTIONS = (
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_GRAPH}, {_OPTIONS}"
 _OUTPUTS = "Tensor out, Tensor lse, Tensor aggregate, Tensor weights"
+# A gradient of another shape than its output, in fact an empty one, is not there.
 _GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_aggregate, Tensor grad_weights"
 
 _library = torch.library.Library("graphattn", "FRAGMENT")
@@ -135,7 +136,7 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing recomputes the forward pass at each access
         outputs, tensors = saved[:4], saved[4:]
         inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
-        grads = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, outputs)]
+        grads = [x.new_empty(0) if grad is None else grad for grad, x in zip(grads, outputs)]
         grads = _backward(*grads, *outputs, *inputs)
         return tuple(_spread([grad for i, grad in zip(_FLOATING, grads) if inputs[i] is not None], inputs))
 
@@ -174,7 +175,7 @@ class _AttentionBackward(torch.autograd.Function):
             grads = [alone(grad) for grad in grads]
             floating = [inputs[i] for i in _FLOATING if inputs[i] is not None]
             outputs = reference.sparse_attention(*inputs[:6], *inputs[9:16])
-            used = [i for i, x in enumerate(outputs) if x.requires_grad and (i < 3 or inputs[16])]
+            used = [i for i, x in enumerate(outputs) if x.requires_grad and grads[i].shape == x.shape]
             first = torch.autograd.grad(
                 [outputs[i] for i in used],
                 floating,

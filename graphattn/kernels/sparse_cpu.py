@@ -37,6 +37,7 @@ from graphattn.kernels.vector import (
     exp,
     lanes,
     load,
+    log,
     maximum,
     per_line,
     pointer,
@@ -147,17 +148,30 @@ def _block(c, s, done, stop, own, starts):
     return row - s, first, count, True
 
 
+@_inlined
+def _ask(rows, size, row):
+    """Ask for a row that will be read soon."""
+    at = after(rows, row * size)
+    for k in range(0, size, per_line(rows)):
+        prefetch(at, k)
+
+
 @_function
 def _dots(
-    scores, own, own_size, own_rows, own_heads, far, far_size, far_rows, far_heads, step, count, heads, dim, L
-):
+    scores, own, own_size, own_rows, own_heads, far, far_size, far_rows, far_heads, step, count, heads, dim, L,
+    known, also, also_size,
+):  # fmt: skip
     """scores[e, h] = own[own_rows[e], h] · far[far_rows[e], h] for a block of edges.
 
-    Head h starts at own_heads[h] and far_heads[h] in its row; if step >= 0, these are h * dim and h * step.
+    Head h starts at own_heads[h] and far_heads[h] in its row; if step >= 0, these are h * dim and h * step. On the way
+    it asks for the far rows of the edges some places ahead, of which ``known`` are listed, in ``far`` and in ``also``.
     """
     padded = (heads + 7) // 8 * 8
     if step >= 0 and heads % 8 == 0 and dim == width(L):
         for e in range(count):
+            if e + _AHEAD < known:
+                _ask(far, far_size, far_rows[e + _AHEAD])
+                _ask(also, also_size, far_rows[e + _AHEAD])
             for h in range(0, heads, 8):
                 a = after(own, own_rows[e] * own_size + h * width(L))
                 b = after(far, far_rows[e] * far_size + h * step)
@@ -174,6 +188,9 @@ def _dots(
                 store(scores, e * padded + h, eight)
     elif step >= 0 and heads % 8 == 0 and dim % width(L) == 0 and width(L) == 8:
         for e in range(count):
+            if e + _AHEAD < known:
+                _ask(far, far_size, far_rows[e + _AHEAD])
+                _ask(also, also_size, far_rows[e + _AHEAD])
             for h in range(0, heads, 8):
                 a = after(own, own_rows[e] * own_size + h * dim)
                 b = after(far, far_rows[e] * far_size + h * step)
@@ -191,6 +208,9 @@ def _dots(
     else:
         even = dim - dim % width(L)
         for e in range(count):
+            if e + _AHEAD < known:
+                _ask(far, far_size, far_rows[e + _AHEAD])
+                _ask(also, also_size, far_rows[e + _AHEAD])
             for h in range(heads):
                 a = after(own, own_rows[e] * own_size + own_heads[h])
                 b = after(far, far_rows[e] * far_size + far_heads[h])
@@ -258,15 +278,6 @@ def _put(sums, at, sum, fresh, L):
         store(sums, at, load(sums, at, L) + sum)
 
 
-@_inlined
-def _ask(rows, size, nodes, first, stop):
-    """Ask for the rows of some edges ahead."""
-    for e in range(first, stop):
-        row = after(rows, nodes[e] * size)
-        for k in range(0, size, per_line(row)):
-            prefetch(row, k)
-
-
 @_function
 def _modify(scores, slopes, edges, count, c):
     """Scale, cap and bias the scores of a block; slopes are those of the cap."""
@@ -300,28 +311,16 @@ def _drop(weights, edges, base, count, c):
 
 
 @_function
-def _add_features(scores, extra, own, own_rows, edges, count, c):
+def _add_features(scores, extra, own, own_rows, edges, count, known, c):
     """scores[e, h] += own[own_rows[e], h] · edge_attr[e]."""
     padded, L = (c.heads + 7) // 8 * 8, lanes(8)
     head_starts = pointer(c.head_starts, np.int64(0))
     feature_heads, shared = after(head_starts, 4 * c.heads), after(head_starts, 5 * c.heads)
     edge_attr, F = pointer(c.edge_attr, c.one), c.features
     _dots(
-        extra,
-        own,
-        c.heads * F,
-        own_rows,
-        feature_heads,
-        edge_attr,
-        F,
-        edges,
-        shared,
-        np.int64(0),
-        count,
-        c.heads,
-        F,
-        L,
-    )
+        extra, own, c.heads * F, own_rows, feature_heads, edge_attr, F, edges, shared, np.int64(0),
+        count, c.heads, F, L, known, edge_attr, np.int64(0),
+    )  # fmt: skip
     for f in range(0, count * padded, 8):
         store(scores, f, load(scores, f, L) + load(extra, f, L))
 
@@ -363,7 +362,7 @@ def _forward_kernel(dim: int, vector: int) -> Callable:
         value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
         shared = after(head_starts, 5 * heads)
         other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
-        edge_attr, logits = pointer(c.edge_attr, c.one), pointer(c.logits, c.one)
+        edge_attr, logits, lse = pointer(c.edge_attr, c.one), pointer(c.logits, c.one), pointer(c.lse, c.one)
         zero, one = zeros(scores, L8), splat(c.one, L8)
         lowest, tiny = splat(np.finfo(c.scale).min, L8), splat(np.finfo(c.scale).tiny, L8)
         modified = c.bias != 0 or c.softcap > 0
@@ -380,17 +379,15 @@ def _forward_kernel(dim: int, vector: int) -> Callable:
                     place, at = b * num_rows + i, b * (num_rows + num_pieces) + s
                     fresh, last = done == 0, complete and s < num_rows
                     nodes, edges = after(other, first), after(edge_id, first)
-                    ahead = min(count, c.num_edges - first - _AHEAD) + _AHEAD
-                    _ask(key, key_row, nodes, _AHEAD, ahead)
-                    _ask(value, value_row, nodes, _AHEAD, ahead)
+                    known = c.num_edges - first
                     query = after(pointer(c.query, c.one), place * heads * D)
                     _dots(
                         scores, query, heads * D, own, head_starts, key, key_row, nodes, key_heads, key_step,
-                        count, heads, D, L,
+                        count, heads, D, L, known, value, value_row,
                     )  # fmt: skip
                     if F > 0:
                         edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
-                        _add_features(scores, extra, edge_query, own, edges, count, c)
+                        _add_features(scores, extra, edge_query, own, edges, count, known, c)
                     if modified:
                         _modify(scores, slopes, edges, count, c)
                     if c.logits != 0:
@@ -422,9 +419,13 @@ def _forward_kernel(dim: int, vector: int) -> Callable:
                                     store(scores, e * padded + h, load(scores, e * padded + h, L8) * inverse)
                             store(peak, h, top)
                             store(norm, h, sum)
-                            if complete:
+                            if complete and c.peak != 0:
                                 store(pointer(c.peak, c.one), (at + r) * padded + h, top)
                                 store(pointer(c.norm, c.one), (at + r) * padded + h, sum)
+                            if last:
+                                store(extra, h, top + log(sum))
+                                for k in range(h, min(h + 8, heads)):
+                                    lse[(place + r) * heads + k] = extra[k]
                     if not fresh:
                         _scale_row(out, heads, Dv, change)
                         _scale_row(aggregate, heads, F, change)
@@ -523,27 +524,27 @@ def _query_kernel(dim: int, vector: int) -> Callable:
                     i = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
                     place, at = b * num_rows + i, b * (num_rows + num_pieces) + s
                     nodes, edges = after(other, first), after(edge_id, first)
-                    ahead = min(count, c.num_edges - first - _AHEAD) + _AHEAD
-                    _ask(key, key_row, nodes, _AHEAD, ahead)
-                    _ask(value, value_row, nodes, _AHEAD, ahead)
+                    known = c.num_edges - first
                     grad_out = after(pointer(c.grad_out, c.one), place * heads * Dv)
                     grad_aggregate = after(pointer(c.grad_aggregate, c.one), place * heads * F)
                     if done == 0:
                         out = after(pointer(c.out, c.one), place * heads * Dv)
                         _dots(
                             scores, out, heads * Dv, alone, out_heads, grad_out, heads * Dv, alone, out_heads,
-                            np.int64(Dv), rows, heads, Dv, L,
+                            np.int64(Dv), rows, heads, Dv, L, np.int64(0), out, np.int64(0),
                         )  # fmt: skip
                         if F > 0:
                             aggregate = after(pointer(c.aggregate, c.one), place * heads * F)
                             _dots(
                                 extra, aggregate, heads * F, alone, feature_heads, grad_aggregate, heads * F, alone,
-                                feature_heads, F, rows, heads, F, L8,
+                                feature_heads, F, rows, heads, F, L8, np.int64(0), out, np.int64(0),
                             )  # fmt: skip
                         for r in range(rows):
                             row = after(stat, r * 2 * padded)
                             for h in range(heads):
-                                delta = scores[r * padded + h] - grad_lse[(place + r) * heads + h]
+                                delta = scores[r * padded + h]
+                                if c.grad_lse != 0:
+                                    delta -= grad_lse[(place + r) * heads + h]
                                 if F > 0:
                                     delta += extra[r * padded + h]
                                 row[h] = lse[(place + r) * heads + h]
@@ -557,16 +558,16 @@ def _query_kernel(dim: int, vector: int) -> Callable:
                     query = after(pointer(c.query, c.one), place * heads * D)
                     _dots(
                         scores, query, heads * D, own, head_starts, key, key_row, nodes, key_heads, key_step,
-                        count, heads, D, L,
+                        count, heads, D, L, known, value, np.int64(0),
                     )  # fmt: skip
                     _dots(
                         grads, grad_out, heads * Dv, own, out_heads, value, value_row, nodes, value_heads, value_step,
-                        count, heads, Dv, L,
+                        count, heads, Dv, L, known, value, np.int64(0),
                     )  # fmt: skip
                     if F > 0:
                         edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
-                        _add_features(scores, extra, edge_query, own, edges, count, c)
-                        _add_features(grads, extra, grad_aggregate, own, edges, count, c)
+                        _add_features(scores, extra, edge_query, own, edges, count, known, c)
+                        _add_features(grads, extra, grad_aggregate, own, edges, count, known, c)
                     _grads(scores, grads, slopes, stat, own, edges, b, count, c)
                     if c.grad_bias != 0:
                         for e in range(count):
@@ -634,24 +635,27 @@ def _key_kernel(dim: int, vector: int) -> Callable:
                     j = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
                     place, at = b * num_rows + j, b * (num_rows + num_pieces) + s
                     nodes, edges = after(other, first), after(edge_id, first)
-                    ahead = min(count, c.num_edges - first - _AHEAD) + _AHEAD
-                    _ask(query, heads * D, nodes, _AHEAD, ahead)
-                    _ask(grad_out, heads * Dv, nodes, _AHEAD, ahead)
+                    known = c.num_edges - first
                     if c.pairs != 0:
                         for e in range(count):
+                            if e + _AHEAD < known:
+                                _ask(pairs, c.pair_step, edges[e + _AHEAD])
+                                _ask(query, heads * D, nodes[e + _AHEAD])
+                                _ask(grad_out, heads * Dv, nodes[e + _AHEAD])
                             pair = after(pairs, edges[e] * c.pair_step)
                             for h in range(heads):
                                 scores[e * padded + h] = pair[h]
                                 grads[e * padded + h] = pair[heads + h]
                     else:
-                        _ask(stats, 2 * padded, nodes, _AHEAD, ahead)
                         _dots(
                             scores, after(pointer(c.key, c.one), place * key_row), key_row, own, key_heads,
-                            query, heads * D, nodes, head_starts, key_step, count, heads, D, L,
+                            query, heads * D, nodes, head_starts, key_step, count, heads, D, L, known,
+                            stats, 2 * padded,
                         )  # fmt: skip
                         _dots(
                             grads, after(pointer(c.value, c.one), place * value_row), value_row, own, value_heads,
-                            grad_out, heads * Dv, nodes, out_heads, value_step, count, heads, Dv, L,
+                            grad_out, heads * Dv, nodes, out_heads, value_step, count, heads, Dv, L, known, stats,
+                            np.int64(0),
                         )  # fmt: skip
                         _grads(scores, grads, slopes, stats, nodes, edges, b, count, c)
                         if c.bias != 0 or c.softcap > 0:
@@ -762,11 +766,12 @@ def _jobs(rows: Rows, batch: int, work_per_edge: int) -> np.ndarray:
     if batch * (num_edges + num_rows) * work_per_edge < _SERIAL_WORK or parts == _PARTS:
         return np.array([[0, batch, 0, num_rows + num_pieces]])
     if batch >= parts:
-        cuts = np.linspace(0, batch, parts + 1).astype(np.int64)
+        cuts = [batch * n // parts for n in range(parts + 1)]
         return np.array([(b, c, 0, num_rows + num_pieces) for b, c in itertools.pairwise(cuts)])
     parts = -(-parts // batch)
-    by_edges = np.searchsorted(rows.pointer.numpy(), np.linspace(0, num_edges, parts + 1)[1:-1])
-    cuts = np.unique([0, *by_edges, *np.linspace(0, num_rows, parts + 1).astype(np.int64)])
+    by_edges = np.searchsorted(rows.pointer.numpy(), [num_edges * n // parts for n in range(1, parts)])
+    by_rows = [num_rows * n // parts for n in range(parts + 1)]
+    cuts = sorted({*by_edges.tolist(), *by_rows})
     ranges = [*((s, s + 1) for s in range(num_rows, num_rows + num_pieces)), *itertools.pairwise(cuts)]
     return np.array([(b, b + 1, start, stop) for b in range(batch) for start, stop in ranges])
 
@@ -787,7 +792,9 @@ def _rows(rowptr: Tensor, col: Tensor, edge_id: Tensor) -> Rows:
 
 
 @np.errstate(all="ignore")  # an infinite score makes NaN, as in any softmax
-def _merge_weighted(rows: Rows, peak: np.ndarray, norm: np.ndarray, sums: Sequence[np.ndarray]) -> None:
+def _merge_weighted(
+    rows: Rows, peak: np.ndarray, norm: np.ndarray, lse: np.ndarray, sums: Sequence[np.ndarray]
+) -> None:
     """Put the pieces of each long row together, in their order, in float64, and store the row.
 
     Arrays are [batch, rows and pieces, heads, ...]. Every piece has its sums of weights under a peak of its own: they
@@ -801,7 +808,7 @@ def _merge_weighted(rows: Rows, peak: np.ndarray, norm: np.ndarray, sums: Sequen
     top = np.maximum.reduceat(peaks, starts, axis=1)
     factor = np.exp(peaks - np.repeat(top, counts, axis=1))
     common = np.add.reduceat(norm[:, first:] * factor, starts, axis=1)
-    peak[:, long], norm[:, long] = top, common
+    peak[:, long], norm[:, long], lse[:, long] = top, common, top + np.log(common)
     for x in sums:
         merged = np.add.reduceat(x[:, first:] * factor[..., None], starts, axis=1)
         x[:, long] = merged / np.where(common == 0, 1, common)[..., None]
@@ -873,12 +880,10 @@ class _Call:
         )
 
     def fill(self, **arguments) -> None:
+        """Enter numbers, and tensors by the address of their first number, 0 if they are empty."""
+        self.kept.append(arguments)
         for name, x in arguments.items():
-            self.record[name] = self.address(x) if isinstance(x, Tensor) else x
-
-    def address(self, x: Tensor) -> int:
-        self.kept.append(x)
-        return x.data_ptr()
+            self.record[name] = x.data_ptr() if isinstance(x, Tensor) else x
 
     def flat(self, x: Tensor | None) -> Tensor | int:
         return 0 if x is None else x.detach().to(self.wide).contiguous()
@@ -912,26 +917,27 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The body of ``graphattn::sparse_attention``."""
     call, return_weights = _Call(*inputs), inputs[-1]
     rows, H = _rows(*inputs[3:6]), call.heads
-    out = call.rows_of(rows, H, call.value_dim)
-    peak, norm = call.rows_of(rows, call.padded), call.rows_of(rows, call.padded)
-    aggregate = call.rows_of(rows, H, call.features)
+    out, aggregate = call.rows_of(rows, H, call.value_dim), call.rows_of(rows, H, call.features)
+    lse = torch.empty(call.batch, call.num_queries, H, dtype=call.wide)
     weights = torch.empty((call.batch, call.num_edges, H) if return_weights else 0, dtype=call.wide)
-    call.fill(out=out, peak=peak, norm=norm, aggregate=aggregate, logits=weights if weights.numel() else 0)
-    peak, norm = peak[..., :H], norm[..., :H]
+    call.fill(out=out, aggregate=aggregate, lse=lse, logits=weights)
+    peak = norm = None
+    if return_weights or rows.pieces.shape[0]:
+        peak, norm = call.rows_of(rows, call.padded), call.rows_of(rows, call.padded)
+        call.fill(peak=peak, norm=norm)
     if call.batch:
         jobs = _jobs(rows, call.batch, call.work_per_edge)
         _run(_forward_kernel(*call.kernel), call.over(rows, call.num_keys), jobs)
-        _merge_weighted(rows, peak.numpy(), norm.numpy(), (out.numpy(), aggregate.numpy()))
-    peak, norm = call.whole(rows, peak), call.whole(rows, norm)
-    if return_weights:
-        # exp(s - peak) / norm: s - lse would lose the digits that a large lse has no room for.
-        number = rows.edge_id.long()
-        row = torch.empty_like(number)
-        row[number] = torch.repeat_interleave(rows.pointer.diff())
-        weights.sub_(peak[:, row]).exp_().div_(norm.clamp_min(torch.finfo(call.wide).tiny)[:, row])
-    # NumPy: PyTorch's own threads hang in a child that was forked after they ran.
-    with np.errstate(all="ignore"):  # log 0 = -inf: a query without edges
-        lse = torch.from_numpy(np.log(norm.numpy()) + peak.numpy())
+    if peak is not None and norm is not None and call.batch:
+        peak, norm = peak[..., :H], norm[..., :H]
+        _merge_weighted(rows, peak.numpy(), norm.numpy(), lse.numpy(), (out.numpy(), aggregate.numpy()))
+        if return_weights:
+            # exp(s - peak) / norm: s - lse would lose the digits that a large lse has no room for.
+            number = rows.edge_id.long()
+            row = torch.empty_like(number)
+            row[number] = torch.repeat_interleave(rows.pointer.diff())
+            tiny = torch.finfo(call.wide).tiny
+            weights.sub_(peak[:, row]).exp_().div_(norm[:, row].clamp_min_(tiny))
     return call.whole(rows, out), lse, call.whole(rows, aggregate), weights
 
 
@@ -939,15 +945,20 @@ def backward(
     grad_out, grad_lse, grad_aggregate, grad_weights, out, lse, aggregate, weights, *inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The body of ``graphattn::sparse_attention_backward``."""
-    call, return_weights = _Call(*inputs), inputs[-1]
+    call = _Call(*inputs)
     bias, edge_attr, edge_query = inputs[9:12]
     rows, columns, H, F = _rows(*inputs[3:6]), _rows(*inputs[6:9]), call.heads, call.features
-    if return_weights:
+    # An empty gradient is one that is not there.
+    grad_out, grad_aggregate = (
+        grad if grad.numel() == x.numel() else torch.zeros_like(x)
+        for grad, x in ((grad_out, out), (grad_aggregate, aggregate))
+    )
+    if grad_weights.numel():
         # Through the weights, δ_i gains Σ_j p_ij dP_ij.
         row = torch.repeat_interleave(rows.pointer.diff())
         through = (weights * grad_weights).double()[:, rows.edge_id.long()]
         through = through.new_zeros(call.batch, call.num_queries, H).index_add_(1, row, through)
-        grad_lse = grad_lse - through.to(call.wide)
+        grad_lse = (grad_lse if grad_lse.numel() else 0.0) - through.to(call.wide)
     grad_query, grad_edge_query = call.rows_of(rows, H, call.dim), call.rows_of(rows, H, F)
     grad_key = call.rows_of(columns, call.kv_heads, call.dim)
     grad_value = call.rows_of(columns, call.kv_heads, call.value_dim)
@@ -965,13 +976,13 @@ def backward(
         grad_out=call.flat(grad_out),
         grad_lse=call.flat(grad_lse),
         grad_aggregate=call.flat(grad_aggregate),
-        grad_weights=call.flat(grad_weights) if grad_weights.numel() else 0,
+        grad_weights=call.flat(grad_weights),
         stats=stats,
-        pairs=pairs if F else 0,
+        pairs=pairs,
         pair_step=pairs.size(1),
         grad_query=grad_query,
         grad_edge_query=grad_edge_query,
-        grad_bias=grad_bias if bias is not None else 0,
+        grad_bias=grad_bias,
         grad_bias_by_edge=bias is not None and bias.size(0) != 1,
         grad_key=grad_key,
         grad_value=grad_value,

@@ -269,3 +269,42 @@ def exp(typingctx, x):
         return builder.select(tiny, constant(0.0), builder.fmul(series, power))
 
     return x(x), codegen
+
+
+@intrinsic
+def log(typingctx, x):
+    """Natural logarithm of finite normal numbers, to three units in the last place; -inf for 0, NaN for NaN.
+
+    x = 2^k m with m between √½ and √2, and ln m = 2 artanh t = 2 (t + t^3 / 3 + ...) with t = (m - 1) / (m + 1).
+    """
+    _, ln2_high, ln2_low, _, _, mantissa, exponent_bias = _EXP[x.dtype]
+    terms = 5 if x.dtype == types.float32 else 11
+
+    def codegen(context, builder, sig, args):
+        kind = args[0].type
+        integers = ir.VectorType(ir.IntType(x.dtype.bitwidth), x.lanes)
+
+        def constant(value, kind=kind):
+            return ir.Constant(kind, [value] * x.lanes)
+
+        def fused(a, b, c):
+            return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+        # The distance to the bits of √½ tells the power of 2: the exponent field carries into the next there.
+        root_half = exponent_bias * 2**mantissa - (2**mantissa - int((math.sqrt(2) - 1) * 2**mantissa))
+        bits = builder.bitcast(args[0], integers)
+        k = builder.ashr(builder.sub(bits, constant(root_half, integers)), constant(mantissa, integers))
+        m = builder.bitcast(builder.sub(bits, builder.shl(k, constant(mantissa, integers))), kind)
+        k = builder.sitofp(k, kind)
+        t = builder.fdiv(builder.fsub(m, constant(1.0)), builder.fadd(m, constant(1.0)))
+        square = builder.fmul(t, t)
+        series = constant(1 / (2 * terms - 1))
+        for n in range(terms - 2, -1, -1):
+            series = fused(series, square, constant(1 / (2 * n + 1)))
+        small = fused(builder.fadd(t, t), series, builder.fmul(k, constant(ln2_low)))
+        result = fused(k, constant(ln2_high), small)
+        result = builder.select(builder.fcmp_ordered(">", args[0], constant(0.0)), result, args[0])
+        zero = builder.fcmp_ordered("==", args[0], constant(0.0))
+        return builder.select(zero, constant(-math.inf), result)
+
+    return x(x), codegen
