@@ -689,7 +689,9 @@ def _build_csr(
     ):
         _check_count(name, count)
     on_cpu = edge_index.device.type == "cpu"
-    return (_sorted_by_numba if on_cpu else _sorted_by_torch)(edge_index, num_queries, num_keys)
+    # A graph outlives the call that builds it: one from an evaluation must serve the training after it.
+    with torch.inference_mode(False):
+        return (_sorted_by_numba if on_cpu else _sorted_by_torch)(edge_index, num_queries, num_keys)
 
 
 @_build_csr.register_fake

@@ -696,6 +696,16 @@ def test_inference_tensors_are_built_each_time():
         assert first.to_edge_index().tolist() == [[0, 1], [1, 2]]
 
 
+@pytest.mark.parametrize("number_of_edges", [3, 60_000])  # sorted on one thread, on two
+def test_graphs_built_in_inference_mode_can_be_trained_on(number_of_edges):
+    edge_index = random_edges(9, 9, number_of_edges)
+    with torch.inference_mode():
+        graphs = [as_graph(edge_index, num_nodes=9), as_graph(edge_index.clone(), num_nodes=9)]
+        graphs += [union(*graphs), global_graph(9, [0]), expander_graph(9, 2, seed=0)]
+    assert as_graph(edge_index, num_nodes=9) is graphs[0]
+    assert not any(getattr(graph, name).is_inference() for graph in graphs for name in FIELDS)
+
+
 def test_threads_may_share_an_edge_index():
     shared = random_edges(50, 50, 400)
     own = [random_edges(50, 50, 400, seed) for seed in range(4)]

@@ -837,6 +837,14 @@ def test_edge_index_changed_in_place_is_seen():
     torch.testing.assert_close(fused(x, edges), plain(x, edges))
 
 
+def test_training_after_a_call_in_inference_mode():
+    fused, plain = twins(5, 4, 2)
+    x, edges = features(NODES, 5), EDGES.clone()
+    with torch.inference_mode():
+        fused(x, edges)
+    assert_twins_agree(fused, plain, [x], lambda conv, x: conv(x, edges))
+
+
 # --- precision and compilers ----------------------------------------------------------------------------
 
 
