@@ -630,7 +630,8 @@ def _from_adjacency(A: Any) -> SparseGraph:
             ptr, ids = getattr(A, ptr_name)(), getattr(A, ids_name)()
             if ptr.numel() != number_of_lines + 1:
                 raise ValueError(
-                    f"`{ptr_name}` must have one entry more than the {number_of_lines} {lines}, got {ptr.numel()}."
+                    f"`{ptr_name}` must have one entry more than the {number_of_lines} {lines},"
+                    f" got {ptr.numel()}."
                 )
             others = _rows_of(ptr, ids, ptr_name, ids_name)
             row, col = (others, ids) if by_row else (ids, others)

@@ -115,7 +115,8 @@ class TransformerConv(pyg.TransformerConv):
         Raises:
             ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
                 together with `edge_attr` or with `flow="target_to_source"`.
-            TypeError: features that are not floating; edge features of another dtype than the layer's.
+            TypeError: features that are not dense floating tensors; edge features of another dtype than the
+                layer's.
             IndexError: a node id outside `[0, N)`.
         """
         x_src, x_dst = self._endpoints(x)
@@ -164,6 +165,8 @@ class TransformerConv(pyg.TransformerConv):
 
     def _endpoints(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The features of sources and targets, checked."""
+        if not isinstance(x, Tensor) and not (isinstance(x, (tuple, list)) and len(x) == 2):
+            raise TypeError(f"`x` must be a tensor or a pair (x_src, x_dst), got {type(x).__name__}.")
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         in_channels = self.in_channels
         widths = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
@@ -174,6 +177,8 @@ class TransformerConv(pyg.TransformerConv):
                     f"of its own. Got None for the {name} nodes; in a stack of HeteroConv a node type is "
                     f"lost where no edge type of the layer before ends in it."
                 )
+            if not isinstance(end, Tensor):
+                raise TypeError(f"`x` must hold tensors, got {type(end).__name__} for the {name} nodes.")
             if not end.is_floating_point():
                 raise TypeError(f"`x` must be floating point, got {end.dtype} for the {name} nodes.")
             if end.dim() != 2 or (width >= 0 and end.size(1) != width):
@@ -195,6 +200,11 @@ class TransformerConv(pyg.TransformerConv):
             if self.edge_dim is not None or edge_index.dim() > 2:
                 is_tensor = isinstance(edge_index, Tensor)
                 edge_attr = edge_index.values() if is_tensor else edge_index.storage.value()
+        if edge_attr is not None and not (
+            isinstance(edge_attr, Tensor) and edge_attr.layout is torch.strided
+        ):
+            got = edge_attr.layout if isinstance(edge_attr, Tensor) else type(edge_attr).__name__
+            raise TypeError(f"`edge_attr` must be a dense tensor, got {got}.")
         if edge_attr is None:
             if self.edge_dim is None:
                 return None
@@ -205,7 +215,7 @@ class TransformerConv(pyg.TransformerConv):
         if self.edge_dim is None:
             raise ValueError(
                 f"`edge_attr` must be None for a layer without edge features, got {list(edge_attr.shape)}. "
-                f"Build the layer with `edge_dim={edge_attr.size(-1)}`."
+                f"Build the layer with `edge_dim={edge_attr.size(-1) if edge_attr.dim() else 1}`."
             )
         if edge_attr.dim() == 1 and self.edge_dim == 1:
             edge_attr = edge_attr.unsqueeze(-1)
