@@ -480,14 +480,14 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise TypeError(f"`seed` must be an int, got {type(seed).__name__}.")
     if num_nodes <= degree + 1:
-        return SparseGraph.from_mask(~torch.eye(num_nodes, dtype=torch.bool))
+        return SparseGraph.from_mask(~torch.eye(num_nodes, dtype=torch.bool, device="cpu"))
     generator = torch.Generator().manual_seed(int(seed))
-    pairs = [torch.empty(2, 0, dtype=torch.int64)]
+    pairs = [torch.empty(2, 0, dtype=torch.int64, device="cpu")]
     for _ in range(degree // 2):
-        order = torch.randperm(num_nodes, generator=generator)
+        order = torch.randperm(num_nodes, generator=generator, device="cpu")
         pairs.append(torch.stack([order, order.roll(1)]))
     if degree % 2:
-        order = torch.randperm(num_nodes, generator=generator)
+        order = torch.randperm(num_nodes, generator=generator, device="cpu")
         pairs.append(order[: num_nodes // 2 * 2].view(-1, 2).t())
     one_way = torch.cat(pairs, dim=1)
     return _simple(torch.cat([one_way, one_way.flip(0)], dim=1), num_nodes, num_nodes)

@@ -808,6 +808,13 @@ def test_expander_graph(num_nodes, degree):
         assert degrees.sum() == (num_nodes // 2 * 2 if degree == 1 else 2 * num_nodes)
 
 
+def test_expander_graph_does_not_depend_on_the_default_device():
+    for num_nodes in (3, 9):
+        graph = expander_graph(num_nodes, 3, seed=0)
+        with torch.device("meta"):
+            assert_same(expander_graph(num_nodes, 3, seed=0), graph)
+
+
 def test_expander_graph_expands():
     graph = expander_graph(1000, 6, seed=0)
     degrees = graph.to_mask().sum(1)

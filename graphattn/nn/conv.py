@@ -200,17 +200,18 @@ class TransformerConv(pyg.TransformerConv):
             if self.edge_dim is not None or edge_index.dim() > 2:
                 is_tensor = isinstance(edge_index, Tensor)
                 edge_attr = edge_index.values() if is_tensor else edge_index.storage.value()
-        if edge_attr is not None and not (
-            isinstance(edge_attr, Tensor) and edge_attr.layout is torch.strided
-        ):
-            got = edge_attr.layout if isinstance(edge_attr, Tensor) else type(edge_attr).__name__
-            raise TypeError(f"`edge_attr` must be a dense tensor, got {got}.")
         if edge_attr is None:
             if self.edge_dim is None:
                 return None
             raise ValueError(
                 f"`edge_attr` of shape [{num_edges}, {self.edge_dim}] must be given for this layer "
                 f"(`edge_dim={self.edge_dim}`), got None."
+            )
+        if not isinstance(edge_attr, Tensor):
+            raise TypeError(f"`edge_attr` must be a tensor, got {type(edge_attr).__name__}.")
+        if edge_attr.layout is not torch.strided:
+            raise TypeError(
+                f"`edge_attr` must be dense, got {edge_attr.layout}. Convert it with `.to_dense()`."
             )
         if self.edge_dim is None:
             raise ValueError(
