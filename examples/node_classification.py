@@ -290,7 +290,6 @@ def draw(path: Path, title: str, run: Run, data: Data) -> None:
     around.set(title=f"what node {node} attends to: classes and weights ({own:.2f} to itself)")
     around.margins(0.15)
     around.axis("off")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -333,6 +332,14 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     args = parser.parse_args(argv)
     if args.seeds < 1 or (args.epochs is not None and args.epochs < 1):
         parser.error("--seeds and --epochs must be at least 1")
+    out = args.out or Path("out", f"node_classification_{args.dataset}.png")
+    formats = Figure().canvas.get_supported_filetypes()
+    if out.suffix[1:].lower() not in formats:
+        parser.error(f"--out must end in one of {', '.join(formats)}, got {out}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {out} cannot be written: {error}")
 
     settings = SETTINGS[args.dataset]
     if args.epochs is not None:
@@ -373,7 +380,6 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         ratio = np.median(np.divide(seconds["pyg"], seconds["graphattn"]))
         print(f"An epoch takes PyG's layer {ratio:.2f} times as long (median over epochs run in turn).")
 
-    out = args.out or Path("out", f"node_classification_{args.dataset}.png")
     draw(
         out, f"{args.dataset}, {layers[0]}, seed {args.seed}", runs[layers[0]][0], with_split(data, args.seed)
     )

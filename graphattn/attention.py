@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from numbers import Real
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -193,7 +195,8 @@ def _attend(
 def _contract(equation: str, x: Tensor, projection: Tensor) -> Tensor:
     """einsum in the precision of the scores."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    with torch.autocast(x.device.type, enabled=False):
+    kind = x.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         return torch.einsum(equation, x.to(wide), projection.to(wide))
 
 
@@ -201,6 +204,13 @@ def _one_dtype(operands: dict, graph: Graph) -> dict:
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}.")
+        if x.layout is not torch.strided:
+            raise TypeError(f"`{name}` must be dense, got {x.layout}. Convert it with `.to_dense()`.")
+        if name == "bias" and x.dtype == torch.bool:
+            raise TypeError(
+                "`bias` is added to the scores, got a bool mask. Fill a floating point bias with -inf where"
+                " an edge is masked, or build the graph with SparseGraph.from_mask."
+            )
         if not x.is_floating_point():
             raise TypeError(f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`.")
         if x.device != graph.device:
@@ -209,7 +219,7 @@ def _one_dtype(operands: dict, graph: Graph) -> dict:
                 f" Move them with `.to(device)`."
             )
     kind = graph.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         operands = {name: x if x.dtype == torch.float64 else x.to(dtype) for name, x in operands.items()}
     dtype = operands["query"].dtype
@@ -251,7 +261,7 @@ def _check_shapes(query, key, value, graph, bias, edge_attr, edge_projection, re
             "key", f"[..., keys, heads, dim] with a number of heads that divides the {heads} of `query`", key
         )
     if value.dim() != query.dim() or value.shape[:-1] != key.shape[:-1]:
-        wrong("value", f"[{prefix}{graph.num_keys}, {kv_heads}, dim], as `key`,", value)
+        wrong("value", f"[{prefix}{graph.num_keys}, {kv_heads}, dim], as `key`", value)
     layout = (*graph.edge_shape, heads)
     if bias is not None and (
         bias.dim() != len(layout) or any(n != 1 and n != full for n, full in zip(bias.shape, layout))
@@ -289,7 +299,7 @@ def _check_shapes(query, key, value, graph, bias, edge_attr, edge_projection, re
 
 
 def _number(name: str, x: float, above: float = -math.inf) -> float:
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+    if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"`{name}` must be a number, got {type(x).__name__}.")
     if not above < x < math.inf:
         raise ValueError(

@@ -164,7 +164,8 @@ class SparseGraph(Graph):
         Raises:
             ValueError: `edge_index` has another shape or is not of integer type; sizes are negative, 2**31 or
                 more, or disagree.
-            TypeError: `edge_index` is not a tensor, `num_nodes` or an entry of `size` not an int.
+            TypeError: `edge_index` is not a tensor or a sparse one, `num_nodes` or an entry of `size` not an
+                int.
             IndexError: an id is outside `[0, num_keys)` or `[0, num_queries)`.
 
         Example:
@@ -212,7 +213,7 @@ class SparseGraph(Graph):
             The graph, its edges row by row of the mask, keys ascending.
 
         Raises:
-            TypeError: `mask` is not a bool tensor.
+            TypeError: `mask` is not a bool tensor, or a sparse one.
             ValueError: `mask` is not two-dimensional.
 
         Example:
@@ -224,6 +225,7 @@ class SparseGraph(Graph):
             raise TypeError(
                 f"`mask` must be a bool tensor, True where a query may attend to a key, got {got}."
             )
+        _check_dense("`mask`", mask)
         if mask.dim() != 2:
             raise ValueError(f"`mask` must have shape [num_queries, num_keys], got {list(mask.shape)}.")
         num_queries, num_keys = mask.shape
@@ -327,7 +329,7 @@ class SparseGraph(Graph):
         return self.col.device
 
     def to(self, device: torch.device | str | int) -> SparseGraph:
-        return SparseGraph(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return SparseGraph(*(getattr(self, field.name).to(device=device) for field in fields(self)))
 
     def to_sparse(self) -> SparseGraph:
         return self
@@ -431,7 +433,7 @@ def union(*graphs: Graph) -> SparseGraph:
 
     Raises:
         TypeError: no graph, or something else than a Graph.
-        ValueError: the graphs differ in size.
+        ValueError: the graphs differ in size or device.
 
     Example:
         >>> ring = SparseGraph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]))
@@ -443,6 +445,9 @@ def union(*graphs: Graph) -> SparseGraph:
     sizes = [(graph.num_keys, graph.num_queries) for graph in graphs]
     if len(set(sizes)) > 1:
         raise ValueError(f"All graphs of a union must have the same (num_keys, num_queries), got {sizes}.")
+    devices = [str(graph.device) for graph in graphs]
+    if len(set(devices)) > 1:
+        raise ValueError(f"All graphs of a union must be on one device, got {devices}. Move them with `.to`.")
     return _simple(torch.cat([graph.to_edge_index() for graph in graphs], dim=1), *sizes[0])
 
 
@@ -464,6 +469,7 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
 
     Raises:
         ValueError: `num_nodes` or `degree` is negative.
+        TypeError: `num_nodes`, `degree` or `seed` is not an int.
 
     Example:
         >>> expander_graph(5, 4, seed=0)  # complete
@@ -471,15 +477,17 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
     """
     _check_count("`num_nodes`", num_nodes)
     _check_count("`degree`", degree)
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"`seed` must be an int, got {type(seed).__name__}.")
     if num_nodes <= degree + 1:
-        return SparseGraph.from_mask(~torch.eye(num_nodes, dtype=torch.bool))
-    generator = torch.Generator().manual_seed(seed)
-    pairs = [torch.empty(2, 0, dtype=torch.int64)]
+        return SparseGraph.from_mask(~torch.eye(num_nodes, dtype=torch.bool, device="cpu"))
+    generator = torch.Generator().manual_seed(int(seed))
+    pairs = [torch.empty(2, 0, dtype=torch.int64, device="cpu")]
     for _ in range(degree // 2):
-        order = torch.randperm(num_nodes, generator=generator)
+        order = torch.randperm(num_nodes, generator=generator, device="cpu")
         pairs.append(torch.stack([order, order.roll(1)]))
     if degree % 2:
-        order = torch.randperm(num_nodes, generator=generator)
+        order = torch.randperm(num_nodes, generator=generator, device="cpu")
         pairs.append(order[: num_nodes // 2 * 2].view(-1, 2).t())
     one_way = torch.cat(pairs, dim=1)
     return _simple(torch.cat([one_way, one_way.flip(0)], dim=1), num_nodes, num_nodes)
@@ -500,6 +508,7 @@ def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence
 
     Raises:
         ValueError: `global_nodes` is not a one-dimensional list of integers.
+        TypeError: `global_nodes` is neither a tensor nor a sequence of numbers.
         IndexError: an id is outside `[0, num_nodes)`.
 
     Example:
@@ -507,7 +516,12 @@ def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence
         7
     """
     _check_count("`num_nodes`", num_nodes)
-    ids = torch.as_tensor(global_nodes)
+    try:
+        ids = torch.as_tensor(global_nodes)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"`global_nodes` must be node ids, got {type(global_nodes).__name__}. Pass a list or a tensor."
+        ) from error
     if ids.numel() == 0:
         ids = ids.long()
     if ids.dtype not in _INTEGERS or ids.dim() != 1:
@@ -556,6 +570,7 @@ def _from_edges(edge_index: Tensor, size: tuple[int, int] | None, backwards: boo
 
     if not isinstance(edge_index, Tensor):
         raise TypeError(f"`edge_index` must be an integer tensor, got {type(edge_index).__name__}.")
+    _check_dense("`edge_index`", edge_index)
     num_keys, num_queries = None, None
     if isinstance(edge_index, EdgeIndex):
         num_keys, num_queries = edge_index.sparse_size()
@@ -605,12 +620,21 @@ def _from_adjacency(A: Any) -> SparseGraph:
         num_queries, num_keys = A.shape[:2]
         if A.layout == torch.sparse_coo:
             row, col = A._indices()  # also of an uncoalesced tensor: its duplicates are parallel edges
-        elif A.layout == torch.sparse_csr:
-            col = A.col_indices()
-            row = _rows_of(A.crow_indices(), col, "crow_indices", "col_indices")
-        else:
-            row = A.row_indices()
-            col = _rows_of(A.ccol_indices(), row, "ccol_indices", "row_indices")
+        else:  # PyTorch checks neither the ids nor the pointers of a tensor, unless asked to
+            by_row = A.layout == torch.sparse_csr
+            ptr_name, ids_name, lines, number_of_lines = (
+                ("crow_indices", "col_indices", "rows", num_queries)
+                if by_row
+                else ("ccol_indices", "row_indices", "columns", num_keys)
+            )
+            ptr, ids = getattr(A, ptr_name)(), getattr(A, ids_name)()
+            if ptr.numel() != number_of_lines + 1:
+                raise ValueError(
+                    f"`{ptr_name}` must have one entry more than the {number_of_lines} {lines},"
+                    f" got {ptr.numel()}."
+                )
+            others = _rows_of(ptr, ids, ptr_name, ids_name)
+            row, col = (others, ids) if by_row else (ids, others)
     return SparseGraph.from_edge_index(torch.stack([col.long(), row.long()]), size=(num_keys, num_queries))
 
 
@@ -637,11 +661,18 @@ def _given_size(num_nodes: int | None, size: tuple[int, int] | None) -> tuple[in
         return num_nodes, num_nodes
     if num_nodes is not None:
         raise ValueError(f"Pass `num_nodes` or `size`, not both, got {num_nodes} and {size}.")
+    if not isinstance(size, (tuple, list)):
+        raise TypeError(f"`size` must be (num_keys, num_queries), got {type(size).__name__}.")
     if len(size) != 2:
         raise ValueError(f"`size` must be (num_keys, num_queries), got {size}.")
     _check_count("`size[0]` (num_keys)", size[0])
     _check_count("`size[1]` (num_queries)", size[1])
     return size[0], size[1]
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}. as_graph reads adjacencies.")
 
 
 def _check_count(name: str, count: int) -> None:
@@ -689,7 +720,9 @@ def _build_csr(
     ):
         _check_count(name, count)
     on_cpu = edge_index.device.type == "cpu"
-    return (_sorted_by_numba if on_cpu else _sorted_by_torch)(edge_index, num_queries, num_keys)
+    # A graph outlives the call that builds it: one from an evaluation must serve the training after it.
+    with torch.inference_mode(False):
+        return (_sorted_by_numba if on_cpu else _sorted_by_torch)(edge_index, num_queries, num_keys)
 
 
 @_build_csr.register_fake

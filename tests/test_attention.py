@@ -1,7 +1,9 @@
 """The contract of `graph_attention` and `attention_weights` on listed edges, against the float64 oracle."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -688,7 +690,7 @@ SHAPES = {
     "key heads do not divide": (bad(key=torch.randn(4, 3, 8), value=torch.randn(4, 3, 8)), "key", "3"),
     "no key heads": (bad(key=torch.randn(4, 0, 8), value=torch.randn(4, 0, 8)), "key", "0"),
     "value of other nodes": (bad(value=torch.randn(3, 2, 8)), "value", r"\[3, 2, 8\]"),
-    "value of other heads": (bad(value=torch.randn(4, 1, 8)), "value", r"\[4, 1, 8\]"),
+    "value of other heads": (bad(value=torch.randn(4, 1, 8)), "value", r"as `key`, got \[4, 1, 8\]"),
     "other leading dims": (bad(key=torch.randn(2, 4, 2, 8)), "key", r"\[2, 4, 2, 8\]"),
     "bias without heads": (bad(bias=torch.randn(5)), "bias", r"\[5\]"),
     "bias of other edges": (bad(bias=torch.randn(4, 2)), "bias", r"\[4, 2\]"),
@@ -764,6 +766,36 @@ def test_dtypes_that_are_not_floating(dtype):
     operands = {name: x.to(dtype) for name, x in bad().items()}
     with pytest.raises(TypeError, match=rf"(?s)(?=.*query)(?=.*{dtype})"):
         graph_attention(**operands, graph=FIVE)
+
+
+def test_a_mask_is_not_a_bias():
+    with pytest.raises(TypeError, match=r"`bias`.*-inf.*SparseGraph.from_mask"):
+        graph_attention(**bad(bias=torch.ones(5, 2, dtype=torch.bool)), graph=FIVE)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "edge_attr", "edge_projection"])
+def test_sparse_operands(name):
+    operands = bad(**FEATURES)
+    operands[name] = operands[name].to_sparse()
+    with pytest.raises(TypeError, match=f"`{name}` must be dense, got torch.sparse_coo"):
+        graph_attention(**operands, graph=FIVE)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
+def test_numbers_of_any_kind(number):
+    operands = bad()
+    for option in ("scale", "softcap"):
+        assert torch.equal(
+            graph_attention(**operands, graph=FIVE, **{option: number}),
+            graph_attention(**operands, graph=FIVE, **{option: 0.5}),
+        )
+
+
+@pytest.mark.parametrize("number", [True, "0.5", torch.tensor(0.5), 1j])
+@pytest.mark.parametrize("option", ["scale", "softcap", "dropout_p"])
+def test_what_is_not_a_number(option, number):
+    with pytest.raises(TypeError, match=f"`{option}` must be a number, got {type(number).__name__}"):
+        graph_attention(**bad(), graph=FIVE, **{option: number})
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "edge_attr", "edge_projection"])

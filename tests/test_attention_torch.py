@@ -163,6 +163,19 @@ def test_opcheck_of_the_graph():
     torch.library.opcheck(torch.ops.graphattn.build_csr.default, (random_edges(5, 0), 3, 7))
 
 
+def test_shapes_on_the_meta_device():
+    query, key, value = (torch.empty(2, n, h, 8, device="meta") for n, h in ((3, 4), (5, 2), (5, 2)))
+    graph = SparseGraph.from_edge_index(torch.tensor([[4, 1], [0, 2]]), size=(5, 3)).to("meta")
+    features = {
+        "edge_attr": torch.empty(2, 6, device="meta"),
+        "edge_projection": torch.empty(4, 6, 8, device="meta"),
+    }
+    for options in ({}, features):
+        out, lse = graph_attention(query, key, value, graph, dropout_p=0.5, return_lse=True, **options)
+        assert (out.shape, lse.shape, out.device.type) == ((2, 3, 4, 8), (2, 3, 4), "meta")
+        assert attention_weights(query, key, graph, **options).shape == (2, 2, 4)
+
+
 def test_autocast():
     """Every operand is cast, float64 excepted; gradients have the dtype of the operands."""
     operands, edge_index = random_operands(100, 700), random_edges(100, 700)

@@ -117,6 +117,17 @@ def test_wrong_arguments(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["file/figure.png", "figure", "figure.unknown"])
+def test_a_figure_that_cannot_be_saved_is_found_before_training(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.delattr(node_classification, "train")
+    with pytest.raises(SystemExit) as stopped:
+        node_classification.main(["--out", str(tmp_path / name)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert "--out" in error and str(tmp_path) in error
+
+
 def test_missing_data_ends_with_one_line(tmp_path, monkeypatch, capsys):
     raw = tmp_path / "planetoid/Cora/raw"
     raw.mkdir(parents=True)

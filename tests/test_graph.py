@@ -412,6 +412,35 @@ def test_stored_zeros_are_edges():
             "`A` must have shape [num_queries, num_keys], got [3]",
             lambda: SparseGraph.from_scipy(scipy.sparse.coo_array([1, 0, 1])),
         ),
+        (
+            TypeError,
+            "`size` must be (num_keys, num_queries), got int",
+            lambda: as_graph(edges((0, 1)), size=2),
+        ),
+        (
+            TypeError,
+            "`edge_index` must be a dense tensor, got torch.sparse_coo. as_graph reads adjacencies.",
+            lambda: SparseGraph.from_edge_index(torch.ones(2, 2, dtype=INT).to_sparse()),
+        ),
+        (
+            TypeError,
+            "`mask` must be a dense tensor, got torch.sparse_coo. as_graph reads adjacencies.",
+            lambda: SparseGraph.from_mask(torch.ones(2, 2, dtype=torch.bool).to_sparse()),
+        ),
+        (
+            ValueError,
+            "`crow_indices` must have one entry more than the 2 rows, got 2",
+            lambda: as_graph(
+                torch.sparse_csr_tensor([0, 1], [0], torch.ones(1), (2, 2), check_invariants=False)
+            ),
+        ),
+        (
+            ValueError,
+            "`ccol_indices` must have one entry more than the 2 columns, got 2",
+            lambda: as_graph(
+                torch.sparse_csc_tensor([0, 1], [0], torch.ones(1), (2, 2), check_invariants=False)
+            ),
+        ),
         (ValueError, "`flow` must be", lambda: as_graph(edges((0, 1)), flow="up")),
         (
             ValueError,
@@ -464,6 +493,17 @@ def test_stored_zeros_are_edges():
             "same (num_keys, num_queries), got [(2, 2), (3, 3)]",
             lambda: union(global_graph(2, [0]), global_graph(3, [0])),
         ),
+        (
+            ValueError,
+            "All graphs of a union must be on one device, got ['cpu', 'meta']",
+            lambda: union(global_graph(2, [0]), global_graph(2, [0]).to("meta")),
+        ),
+        (TypeError, "`seed` must be an int, got float", lambda: expander_graph(9, 2, seed=1.0)),
+        (TypeError, "`seed` must be an int, got NoneType", lambda: expander_graph(9, 2, seed=None)),
+        (TypeError, "`global_nodes` must be node ids, got NoneType", lambda: global_graph(3, None)),
+        (TypeError, "`global_nodes` must be node ids, got str", lambda: global_graph(3, "a")),
+        (TypeError, "`global_nodes` must be node ids, got set", lambda: global_graph(3, {0, 1})),
+        (TypeError, "device", lambda: global_graph(2, [0]).to(torch.float32)),
         (ValueError, "`degree` must be at least 0", lambda: expander_graph(3, -1, seed=0)),
         (TypeError, "`num_nodes` must be an int, got float", lambda: expander_graph(3.0, 1, seed=0)),
         (
@@ -696,6 +736,16 @@ def test_inference_tensors_are_built_each_time():
         assert first.to_edge_index().tolist() == [[0, 1], [1, 2]]
 
 
+@pytest.mark.parametrize("number_of_edges", [3, 60_000])  # sorted on one thread, on two
+def test_graphs_built_in_inference_mode_can_be_trained_on(number_of_edges):
+    edge_index = random_edges(9, 9, number_of_edges)
+    with torch.inference_mode():
+        graphs = [as_graph(edge_index, num_nodes=9), as_graph(edge_index.clone(), num_nodes=9)]
+        graphs += [union(*graphs), global_graph(9, [0]), expander_graph(9, 2, seed=0)]
+    assert as_graph(edge_index, num_nodes=9) is graphs[0]
+    assert not any(getattr(graph, name).is_inference() for graph in graphs for name in FIELDS)
+
+
 def test_threads_may_share_an_edge_index():
     shared = random_edges(50, 50, 400)
     own = [random_edges(50, 50, 400, seed) for seed in range(4)]
@@ -756,6 +806,13 @@ def test_expander_graph(num_nodes, degree):
         assert networkx.is_connected(networkx.Graph(graph.to_networkx()))
     if degree in (1, 2):  # nothing can fall together
         assert degrees.sum() == (num_nodes // 2 * 2 if degree == 1 else 2 * num_nodes)
+
+
+def test_expander_graph_does_not_depend_on_the_default_device():
+    for num_nodes in (3, 9):
+        graph = expander_graph(num_nodes, 3, seed=0)
+        with torch.device("meta"):
+            assert_same(expander_graph(num_nodes, 3, seed=0), graph)
 
 
 def test_expander_graph_expands():

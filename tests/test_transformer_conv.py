@@ -7,6 +7,7 @@ import pickle
 import sys
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -457,6 +458,16 @@ BAD_CALLS = {
     "x too wide": (None, {"x": features(NODES, 6)}, ValueError, r"5.*\[7, 6\]"),
     "x three-dimensional": (None, {"x": features(2, NODES, 5)}, ValueError, r"\[2, 7, 5\]"),
     "x integer": (None, {"x": torch.ones(NODES, 5, dtype=torch.long)}, TypeError, "int64"),
+    "x a list": (None, {"x": [[1.0] * 5] * NODES}, TypeError, "`x`.*list"),
+    "x an array": (None, {"x": np.ones((NODES, 5))}, TypeError, "`x`.*ndarray"),
+    "x missing": (None, {"x": None}, TypeError, "`x`.*NoneType"),
+    "x of one end": (None, {"x": (features(NODES, 5),)}, TypeError, "`x`.*tuple"),
+    "x of lists": (None, {"x": ([1.0], [1.0])}, TypeError, "`x`.*list"),
+    "features a list": (3, {"edge_attr": [[1.0] * 3] * 11}, TypeError, "`edge_attr`.*list"),
+    "features an array": (3, {"edge_attr": np.ones((11, 3))}, TypeError, "`edge_attr`.*ndarray"),
+    "a list without edge_dim": (None, {"edge_attr": [1.0]}, TypeError, "`edge_attr`.*list"),
+    "features sparse": (3, {"edge_attr": features(11, 3).to_sparse()}, TypeError, "`edge_attr`.*sparse_coo"),
+    "a number without edge_dim": (None, {"edge_attr": torch.tensor(1.0)}, ValueError, r"got \[\]"),
     "no targets": (None, {"x": (features(NODES, 5), None)}, TypeError, "target"),
     "no sources": (None, {"x": (None, features(NODES, 5))}, TypeError, "source"),
     "graph too small": (
@@ -835,6 +846,14 @@ def test_edge_index_changed_in_place_is_seen():
     fused(x, edges)
     edges[0, 0] = 4
     torch.testing.assert_close(fused(x, edges), plain(x, edges))
+
+
+def test_training_after_a_call_in_inference_mode():
+    fused, plain = twins(5, 4, 2)
+    x, edges = features(NODES, 5), EDGES.clone()
+    with torch.inference_mode():
+        fused(x, edges)
+    assert_twins_agree(fused, plain, [x], lambda conv, x: conv(x, edges))
 
 
 # --- precision and compilers ----------------------------------------------------------------------------

@@ -115,7 +115,8 @@ class TransformerConv(pyg.TransformerConv):
         Raises:
             ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
                 together with `edge_attr` or with `flow="target_to_source"`.
-            TypeError: features that are not floating; edge features of another dtype than the layer's.
+            TypeError: features that are not dense floating tensors; edge features of another dtype than the
+                layer's.
             IndexError: a node id outside `[0, N)`.
         """
         x_src, x_dst = self._endpoints(x)
@@ -164,6 +165,8 @@ class TransformerConv(pyg.TransformerConv):
 
     def _endpoints(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The features of sources and targets, checked."""
+        if not isinstance(x, Tensor) and not (isinstance(x, (tuple, list)) and len(x) == 2):
+            raise TypeError(f"`x` must be a tensor or a pair (x_src, x_dst), got {type(x).__name__}.")
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         in_channels = self.in_channels
         widths = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
@@ -174,6 +177,8 @@ class TransformerConv(pyg.TransformerConv):
                     f"of its own. Got None for the {name} nodes; in a stack of HeteroConv a node type is "
                     f"lost where no edge type of the layer before ends in it."
                 )
+            if not isinstance(end, Tensor):
+                raise TypeError(f"`x` must hold tensors, got {type(end).__name__} for the {name} nodes.")
             if not end.is_floating_point():
                 raise TypeError(f"`x` must be floating point, got {end.dtype} for the {name} nodes.")
             if end.dim() != 2 or (width >= 0 and end.size(1) != width):
@@ -202,10 +207,16 @@ class TransformerConv(pyg.TransformerConv):
                 f"`edge_attr` of shape [{num_edges}, {self.edge_dim}] must be given for this layer "
                 f"(`edge_dim={self.edge_dim}`), got None."
             )
+        if not isinstance(edge_attr, Tensor):
+            raise TypeError(f"`edge_attr` must be a tensor, got {type(edge_attr).__name__}.")
+        if edge_attr.layout is not torch.strided:
+            raise TypeError(
+                f"`edge_attr` must be dense, got {edge_attr.layout}. Convert it with `.to_dense()`."
+            )
         if self.edge_dim is None:
             raise ValueError(
                 f"`edge_attr` must be None for a layer without edge features, got {list(edge_attr.shape)}. "
-                f"Build the layer with `edge_dim={edge_attr.size(-1)}`."
+                f"Build the layer with `edge_dim={edge_attr.size(-1) if edge_attr.dim() else 1}`."
             )
         if edge_attr.dim() == 1 and self.edge_dim == 1:
             edge_attr = edge_attr.unsqueeze(-1)
