@@ -156,9 +156,11 @@ def _attend(
         operands.get(name) for name in ("bias", "edge_attr", "edge_projection")
     )
     _check_shapes(query, key, value, graph, bias, edge_attr, edge_projection, return_weights)
-    scale = query.size(-1) ** -0.5 if scale is None else _number("scale", scale)
-    softcap = 0.0 if softcap is None else _number("softcap", softcap, above=0.0)
-    dropout_p = _number("dropout_p", dropout_p)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scale = query.size(-1) ** -0.5 if scale is None else _number("scale", scale, wide)
+    tiny = torch.finfo(wide).tiny
+    softcap = 0.0 if softcap is None else max(_number("softcap", softcap, wide, above=0.0), tiny)
+    dropout_p = _number("dropout_p", dropout_p, torch.float64)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"`dropout_p` must be in [0, 1], got {dropout_p}.")
     _refuse_functional_grad(operands.values())
@@ -174,7 +176,7 @@ def _attend(
                 # A query without an edge may hold NaN, and 0 · NaN would reach the projection's gradient.
                 idle = (graph.rowptr.diff() == 0).view(-1, 1, 1)
                 edge_query = _contract("bnhd,hfd->bnhf", query.masked_fill(idle, 0.0), edge_projection)
-            out, lse, aggregate, weights = sparse_attention(
+            out, lse, _, aggregate, weights = sparse_attention(
                 query, key, value,
                 graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
                 bias, edge_attr, edge_query, seed, scale, softcap, dropout_p, return_weights,
@@ -298,13 +300,14 @@ def _check_shapes(query, key, value, graph, bias, edge_attr, edge_projection, re
         )
 
 
-def _number(name: str, x: float, above: float = -math.inf) -> float:
+def _number(name: str, x: float, dtype: torch.dtype, above: float = -math.inf) -> float:
+    """A finite number of the dtype that scores have."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"`{name}` must be a number, got {type(x).__name__}.")
-    if not above < x < math.inf:
-        raise ValueError(
-            f"`{name}` must be finite{f' and above {above:g}' if above > -math.inf else ''}, got {x}."
-        )
+    most = torch.finfo(dtype).max
+    if not (above < x and abs(x) <= most):
+        least = f"above {above:g} and " if above > -math.inf else ""
+        raise ValueError(f"`{name}` must be {least}at most {most:g} in size, finite in {dtype}, got {x}.")
     return float(x)
 
 

@@ -1,6 +1,6 @@
 """Attention on listed edges as PyTorch operators: schema, shapes, autograd and vmap; one body per device.
 
-``graphattn::sparse_attention`` saves its inputs, out, lse and aggregate: nothing with a row per edge and
+``graphattn::sparse_attention`` saves its inputs, out, lse, lse_low and aggregate: nothing with a row per edge and
 head. ``graphattn::sparse_attention_backward`` recomputes the weights from lse. Its own derivative, which
 second derivatives ask for, is the one of the reference formula.
 """
@@ -20,7 +20,9 @@ _OPTIONS = (
     " float scale, float softcap, float dropout_p, bool return_weights"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_GRAPH}, {_OPTIONS}"
-_OUTPUTS = "Tensor out, Tensor lse, Tensor aggregate, Tensor weights"
+# lse_low: the digits of lse that it has no room for, as both are rounded. Without them, the weights of large scores
+# would be wrong when they are computed again.
+_OUTPUTS = "Tensor out, Tensor lse, Tensor lse_low, Tensor aggregate, Tensor weights"
 # A gradient of another shape than its output, in fact an empty one, is not there.
 _GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_aggregate, Tensor grad_weights"
 
@@ -37,7 +39,7 @@ _backward = torch.ops.graphattn.sparse_attention_backward.default
 _FLOATING = (0, 1, 2, 9, 10, 11)  # query, key, value, bias, edge_attr, edge_query among the inputs
 
 
-def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attend over the edges of a graph: the schema above, the meaning of `reference.sparse_attention`.
 
     Takes the indices by query and by key, and ``return_weights``; without it ``weights`` is empty. The
@@ -73,6 +75,7 @@ def _forward_fake(query, key, value, *rest):
     return (
         wide.new_empty(batch, num_queries, heads, value.size(-1)),
         wide.new_empty(batch, num_queries, heads),
+        wide.new_empty(batch, num_queries, heads),
         wide.new_empty(batch, num_queries, heads, width),
         wide.new_empty(batch, col.size(0), heads) if return_weights else wide,
     )
@@ -80,7 +83,7 @@ def _forward_fake(query, key, value, *rest):
 
 @torch.library.register_fake("graphattn::sparse_attention_backward", lib=_library)
 def _backward_fake(*arguments):
-    inputs = arguments[8:]
+    inputs = arguments[9:]
     return tuple(
         inputs[0].new_empty(0)
         if inputs[i] is None
@@ -102,8 +105,8 @@ def _forward_vmap(info, in_dims, *inputs):
             moved = inputs[i].unsqueeze(0) if in_dims[i] is None else inputs[i].movedim(in_dims[i], 0)
             inputs[i] = moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1)
     outputs = _forward(*inputs)
-    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:3])]
-    return (*mapped, *outputs[len(mapped) :]), tuple([0] * len(mapped) + [None] * (4 - len(mapped)))
+    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:4])]
+    return (*mapped, *outputs[len(mapped) :]), tuple([0] * len(mapped) + [None] * (5 - len(mapped)))
 
 
 torch.library.register_vmap("graphattn::sparse_attention", _forward_vmap, lib=_library)
@@ -127,6 +130,7 @@ class _Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             outputs = _forward(*inputs)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(outputs[2])
         ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*outputs, *(x if isinstance(x, Tensor) else None for x in inputs))
         return outputs
@@ -134,9 +138,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # once: checkpointing recomputes the forward pass at each access
-        outputs, tensors = saved[:4], saved[4:]
+        outputs, tensors = saved[:5], saved[5:]
         inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
         grads = [x.new_empty(0) if grad is None else grad for grad, x in zip(grads, outputs)]
+        del grads[2]  # lse_low is a remainder
         grads = _backward(*grads, *outputs, *inputs)
         return tuple(_spread([grad for i, grad in zip(_FLOATING, grads) if inputs[i] is not None], inputs))
 
@@ -159,7 +164,7 @@ class _AttentionBackward(torch.autograd.Function):
         arguments: list[Any] = [
             rest if tensor is None else tensor for tensor, rest in zip(ctx.saved_tensors, ctx.rest)
         ]
-        grads, given = arguments[:4], arguments[8:]
+        grads, given = arguments[:4], arguments[9:]
         create_graph = torch.is_grad_enabled()
 
         def alone(x: Tensor) -> Tensor:
@@ -187,7 +192,7 @@ class _AttentionBackward(torch.autograd.Function):
         second = torch.autograd.grad(
             first, [*grads, *floating], seeds, create_graph=create_graph, materialize_grads=True
         )
-        return *second[:4], *[None] * 4, *_spread(second[4:], inputs)
+        return *second[:4], *[None] * 5, *_spread(second[4:], inputs)
 
     @staticmethod
     def jvp(ctx, *tangents):

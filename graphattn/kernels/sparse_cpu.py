@@ -13,7 +13,8 @@ Backward, with δ_i = dO_i·O_i - dlse_i and dropout factors z:
 
     dV_j = Σ_i z p dO_i,    dS = p (z dO_i·v_j - δ_i),    dQ_i = scale Σ_j dS k_j,    dK_j = scale Σ_i dS q_i
 
-Weights are not kept for it but computed again from lse (Dao et al. 2022, FlashAttention). Every sum belongs to one
+Weights are not kept for it but computed again from lse (Dao et al. 2022, FlashAttention), of which a second number
+holds the digits that the first has no room for: a score of 1e6 leaves it few behind the point. Every sum belongs to one
 row and has one order: no two threads write one place, and results do not depend on the number of threads.
 """
 
@@ -66,7 +67,7 @@ _NUMBERS = (
 )  # fmt: skip
 _ADDRESSES = (
     "row_pointer", "other", "edge_id", "pieces", "head_starts", "query", "key", "value", "bias", "edge_attr",
-    "edge_query", "out", "peak", "norm", "aggregate", "logits", "lse", "grad_out", "grad_lse",
+    "edge_query", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out", "grad_lse",
     "grad_aggregate", "grad_weights", "stats", "pairs", "grad_query", "grad_edge_query", "grad_bias",
     "grad_key", "grad_value",
 )  # fmt: skip
@@ -362,7 +363,8 @@ def _forward_kernel(dim: int, vector: int) -> Callable:
         value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
         shared = after(head_starts, 5 * heads)
         other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
-        edge_attr, logits, lse = pointer(c.edge_attr, c.one), pointer(c.logits, c.one), pointer(c.lse, c.one)
+        edge_attr, logits = pointer(c.edge_attr, c.one), pointer(c.logits, c.one)
+        lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
         zero, one = zeros(scores, L8), splat(c.one, L8)
         lowest, tiny = splat(np.finfo(c.scale).min, L8), splat(np.finfo(c.scale).tiny, L8)
         modified = c.bias != 0 or c.softcap > 0
@@ -423,9 +425,13 @@ def _forward_kernel(dim: int, vector: int) -> Callable:
                                 store(pointer(c.peak, c.one), (at + r) * padded + h, top)
                                 store(pointer(c.norm, c.one), (at + r) * padded + h, sum)
                             if last:
-                                store(extra, h, top + log(sum))
+                                logarithm = log(sum)
+                                store(extra, h, top + logarithm)
+                                store(extra, padded + h, (top - (top + logarithm)) + logarithm)
                                 for k in range(h, min(h + 8, heads)):
                                     lse[(place + r) * heads + k] = extra[k]
+                                    low = extra[padded + k]
+                                    lse_low[(place + r) * heads + k] = low if norm[k] > 0 else norm[k]
                     if not fresh:
                         _scale_row(out, heads, Dv, change)
                         _scale_row(aggregate, heads, F, change)
@@ -470,12 +476,12 @@ def _grads(scores, grads, slopes, stats, stat_rows, edges, b, count, c):
                 grad = pointer(c.grad_weights, c.one)[(b * c.num_edges + edges[e]) * c.heads + h]
                 grads[e * padded + h] += grad
     for e in range(count):
-        at = stat_rows[e] * 2 * padded
+        at = stat_rows[e] * 3 * padded
         for h in range(0, padded, 8):
             f = e * padded + h
-            p = exp(load(scores, f, L) * factor - load(stats, at + h, L))
+            p = exp(load(scores, f, L) * factor - load(stats, at + h, L) - load(stats, at + padded + h, L))
             store(scores, f, p)
-            store(grads, f, p * (load(grads, f, L) - load(stats, at + padded + h, L)) * rest)
+            store(grads, f, p * (load(grads, f, L) - load(stats, at + 2 * padded + h, L)) * rest)
 
 
 @_inlined
@@ -504,14 +510,15 @@ def _query_kernel(dim: int, vector: int) -> Callable:
         grads = after(scores, BLOCK * padded)
         slopes = after(grads, BLOCK * padded)
         extra = after(slopes, BLOCK * padded)
-        stat = after(extra, BLOCK * padded)  # of each row: lse, then δ
+        stat = after(extra, BLOCK * padded)  # of each row: lse, its low digits, δ
         head_starts = pointer(c.head_starts, np.int64(0))
         key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
         value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
         shared = after(head_starts, 5 * heads)
         other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
         edge_attr, pairs = pointer(c.edge_attr, c.one), pointer(c.pairs, c.one)
-        lse, grad_lse = pointer(c.lse, c.one), pointer(c.grad_lse, c.one)
+        lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
+        grad_lse = pointer(c.grad_lse, c.one)
         stats, grad_bias = pointer(c.stats, c.one), pointer(c.grad_bias, c.one)
         job = take(pointer(counter, np.int64(0)))
         while job < jobs.shape[0]:
@@ -540,7 +547,7 @@ def _query_kernel(dim: int, vector: int) -> Callable:
                                 feature_heads, F, rows, heads, F, L8, np.int64(0), out, np.int64(0),
                             )  # fmt: skip
                         for r in range(rows):
-                            row = after(stat, r * 2 * padded)
+                            row = after(stat, r * 3 * padded)
                             for h in range(heads):
                                 delta = scores[r * padded + h]
                                 if c.grad_lse != 0:
@@ -548,13 +555,14 @@ def _query_kernel(dim: int, vector: int) -> Callable:
                                 if F > 0:
                                     delta += extra[r * padded + h]
                                 row[h] = lse[(place + r) * heads + h]
-                                row[padded + h] = delta
+                                row[padded + h] = lse_low[(place + r) * heads + h]
+                                row[2 * padded + h] = delta
                                 if row[h] == -np.inf:  # no edge, or none that counts: weights and gradients 0
                                     row[h] = np.inf
-                                    row[padded + h] = 0
+                                    row[2 * padded + h] = 0
                         if s < num_rows:
-                            for k in range(0, rows * 2 * padded, 8):
-                                store(stats, place * 2 * padded + k, load(stat, k, L8))
+                            for k in range(0, rows * 3 * padded, 8):
+                                store(stats, place * 3 * padded + k, load(stat, k, L8))
                     query = after(pointer(c.query, c.one), place * heads * D)
                     _dots(
                         scores, query, heads * D, own, head_starts, key, key_row, nodes, key_heads, key_step,
@@ -628,7 +636,7 @@ def _key_kernel(dim: int, vector: int) -> Callable:
             for b in range(jobs[job, 0], jobs[job, 1]):
                 query = after(pointer(c.query, c.one), b * c.num_far * heads * D)
                 grad_out = after(pointer(c.grad_out, c.one), b * c.num_far * heads * Dv)
-                stats = after(pointer(c.stats, c.one), b * c.num_far * 2 * padded)
+                stats = after(pointer(c.stats, c.one), b * c.num_far * 3 * padded)
                 s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
                 while s < stop:
                     rows, first, count, complete = _block(c, s, done, stop, own, starts)
@@ -650,7 +658,7 @@ def _key_kernel(dim: int, vector: int) -> Callable:
                         _dots(
                             scores, after(pointer(c.key, c.one), place * key_row), key_row, own, key_heads,
                             query, heads * D, nodes, head_starts, key_step, count, heads, D, L, known,
-                            stats, 2 * padded,
+                            stats, 3 * padded,
                         )  # fmt: skip
                         _dots(
                             grads, after(pointer(c.value, c.one), place * value_row), value_row, own, value_heads,
@@ -740,7 +748,7 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
 
     def work() -> None:
         # Not allocated in the kernel: Numba frees an array that only its address is used of.
-        reals = np.ones((4 * BLOCK + 2 * BLOCK) * padded, call.dtype["scale"])
+        reals = np.ones(7 * BLOCK * padded, call.dtype["scale"])
         integers = np.arange(-2 * BLOCK - 1, BLOCK, dtype=np.int32)
         kernel(call, jobs, counter.ctypes.data, reals.ctypes.data, integers.ctypes.data)
 
@@ -793,22 +801,27 @@ def _rows(rowptr: Tensor, col: Tensor, edge_id: Tensor) -> Rows:
 
 @np.errstate(all="ignore")  # an infinite score makes NaN, as in any softmax
 def _merge_weighted(
-    rows: Rows, peak: np.ndarray, norm: np.ndarray, lse: np.ndarray, sums: Sequence[np.ndarray]
+    rows: Rows,
+    peak: np.ndarray,
+    norm: np.ndarray,
+    lse: np.ndarray,
+    lse_low: np.ndarray,
+    sums: Sequence[np.ndarray],
 ) -> None:
     """Put the pieces of each long row together, in their order, in float64, and store the row.
 
     Arrays are [batch, rows and pieces, heads, ...]. Every piece has its sums of weights under a peak of its own: they
     are brought under the common peak and divided by the common norm.
     """
-    if rows.pieces.shape[0] == 0:
-        return
     long, starts, counts = np.unique(rows.pieces[:, 0], return_index=True, return_counts=True)
     first = rows.pointer.numel() - 1
     peaks = peak[:, first:].astype(np.float64)
     top = np.maximum.reduceat(peaks, starts, axis=1)
     factor = np.exp(peaks - np.repeat(top, counts, axis=1))
     common = np.add.reduceat(norm[:, first:] * factor, starts, axis=1)
-    peak[:, long], norm[:, long], lse[:, long] = top, common, top + np.log(common)
+    exact = top + np.log(common)
+    lse[:, long] = exact
+    lse_low[:, long] = np.where(common > 0, exact - lse[:, long], common)
     for x in sums:
         merged = np.add.reduceat(x[:, first:] * factor[..., None], starts, axis=1)
         x[:, long] = merged / np.where(common == 0, 1, common)[..., None]
@@ -850,9 +863,8 @@ class _Call:
         self.kernel = (fixed, min(fixed, 64) if fixed else 8)
         self.work_per_edge = self.heads * (self.dim + self.value_dim + self.features)
         starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
+        self.values: dict = {}
         self.kept: list = [starts]  # what addresses point to
-        number = np.float64 if self.wide == torch.float64 else np.float32
-        self.record = np.zeros(1, _record(number))
         self.fill(
             heads=self.heads,
             dim=self.dim,
@@ -865,12 +877,12 @@ class _Call:
             bias_edge_step=0 if bias is None or bias.size(0) == 1 else bias.size(1),
             bias_head_step=0 if bias is None or bias.size(1) == 1 else 1,
             head_starts=starts.ctypes.data,
-            query=self.flat(query),
-            key=self.flat(key),
-            value=self.flat(value),
-            bias=self.flat(bias),
-            edge_attr=self.flat(edge_attr),
-            edge_query=self.flat(edge_query),
+            query=query,
+            key=key,
+            value=value,
+            bias=bias,
+            edge_attr=edge_attr,
+            edge_query=edge_query,
             seed=0 if seed is None else seed.item(),
             drop_below=int(dropout_p * 2**53),
             scale=scale,
@@ -880,27 +892,28 @@ class _Call:
         )
 
     def fill(self, **arguments) -> None:
-        """Enter numbers, and tensors by the address of their first number, 0 if they are empty."""
-        self.kept.append(arguments)
+        """Enter numbers, and tensors in the dtype of the kernel by the address of their first number, 0 if none."""
         for name, x in arguments.items():
-            self.record[name] = x.data_ptr() if isinstance(x, Tensor) else x
-
-    def flat(self, x: Tensor | None) -> Tensor | int:
-        return 0 if x is None else x.detach().to(self.wide).contiguous()
+            if isinstance(x, Tensor):
+                x = x.to(self.wide).contiguous()
+                self.kept.append(x)
+                x = x.data_ptr()
+            self.values[name] = 0 if x is None else x
 
     def over(self, rows: Rows, num_far: int) -> np.ndarray:
         """The record for a kernel over these rows."""
         self.kept.append(rows)
-        self.fill(
-            num_rows=rows.pointer.numel() - 1,
-            num_pieces=rows.pieces.shape[0],
-            num_far=num_far,
-            row_pointer=rows.pointer,
-            other=rows.other,
-            edge_id=rows.edge_id,
-            pieces=rows.pieces.ctypes.data,
-        )
-        return self.record.copy()
+        values = self.values | {
+            "num_rows": rows.pointer.numel() - 1,
+            "num_pieces": rows.pieces.shape[0],
+            "num_far": num_far,
+            "row_pointer": rows.pointer.data_ptr(),
+            "other": rows.other.data_ptr(),
+            "edge_id": rows.edge_id.data_ptr(),
+            "pieces": rows.pieces.ctypes.data,
+        }
+        record = _record(np.float64 if self.wide == torch.float64 else np.float32)
+        return np.array([tuple([values.get(name, 0) for name in record.names])], record)
 
     def rows_of(self, rows: Rows, *shape: int) -> Tensor:
         """Room for the rows and the pieces of long rows: [batch, rows and pieces, ...]."""
@@ -913,36 +926,34 @@ class _Call:
         return room[:, : rows.pointer.numel() - 1].contiguous() if rows.pieces.shape[0] else room
 
 
-def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The body of ``graphattn::sparse_attention``."""
     call, return_weights = _Call(*inputs), inputs[-1]
     rows, H = _rows(*inputs[3:6]), call.heads
     out, aggregate = call.rows_of(rows, H, call.value_dim), call.rows_of(rows, H, call.features)
     lse = torch.empty(call.batch, call.num_queries, H, dtype=call.wide)
+    lse_low = torch.empty_like(lse)
     weights = torch.empty((call.batch, call.num_edges, H) if return_weights else 0, dtype=call.wide)
-    call.fill(out=out, aggregate=aggregate, lse=lse, logits=weights)
-    peak = norm = None
-    if return_weights or rows.pieces.shape[0]:
-        peak, norm = call.rows_of(rows, call.padded), call.rows_of(rows, call.padded)
-        call.fill(peak=peak, norm=norm)
+    call.fill(out=out, aggregate=aggregate, lse=lse, lse_low=lse_low, logits=weights)
+    peak, norm = (call.rows_of(rows, call.padded if rows.pieces.shape[0] else 0) for _ in range(2))
+    call.fill(peak=peak, norm=norm)
     if call.batch:
         jobs = _jobs(rows, call.batch, call.work_per_edge)
         _run(_forward_kernel(*call.kernel), call.over(rows, call.num_keys), jobs)
-    if peak is not None and norm is not None and call.batch:
-        peak, norm = peak[..., :H], norm[..., :H]
-        _merge_weighted(rows, peak.numpy(), norm.numpy(), lse.numpy(), (out.numpy(), aggregate.numpy()))
-        if return_weights:
-            # exp(s - peak) / norm: s - lse would lose the digits that a large lse has no room for.
-            number = rows.edge_id.long()
-            row = torch.empty_like(number)
-            row[number] = torch.repeat_interleave(rows.pointer.diff())
-            tiny = torch.finfo(call.wide).tiny
-            weights.sub_(peak[:, row]).exp_().div_(norm[:, row].clamp_min_(tiny))
-    return call.whole(rows, out), lse, call.whole(rows, aggregate), weights
+        if rows.pieces.shape[0]:
+            peak, norm, *sums = (x.numpy() for x in (peak[..., :H], norm[..., :H], out, aggregate))
+            _merge_weighted(rows, peak, norm, lse.numpy(), lse_low.numpy(), sums)
+    if return_weights:
+        number = rows.edge_id.long()
+        row = torch.empty_like(number)
+        row[number] = torch.repeat_interleave(rows.pointer.diff())
+        base = lse.clamp_min(torch.finfo(call.wide).min)  # all scores -inf: not NaN but 0
+        weights.sub_(base[:, row]).sub_(lse_low[:, row]).exp_()
+    return call.whole(rows, out), lse, lse_low, call.whole(rows, aggregate), weights
 
 
 def backward(
-    grad_out, grad_lse, grad_aggregate, grad_weights, out, lse, aggregate, weights, *inputs
+    grad_out, grad_lse, grad_aggregate, grad_weights, out, lse, lse_low, aggregate, weights, *inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The body of ``graphattn::sparse_attention_backward``."""
     call = _Call(*inputs)
@@ -968,15 +979,16 @@ def backward(
         grad_bias = torch.zeros(*shape, H, dtype=call.wide)
     # The pairs of an edge become the gradient of its features.
     pairs = torch.empty(call.num_edges if F else 0, max(F, 2 * H), dtype=call.wide)
-    stats = torch.empty(call.batch * call.num_queries * 2 * call.padded, dtype=call.wide)
+    stats = torch.empty(call.batch * call.num_queries * 3 * call.padded, dtype=call.wide)
     call.fill(
-        out=call.flat(out),
-        lse=call.flat(lse),
-        aggregate=call.flat(aggregate),
-        grad_out=call.flat(grad_out),
-        grad_lse=call.flat(grad_lse),
-        grad_aggregate=call.flat(grad_aggregate),
-        grad_weights=call.flat(grad_weights),
+        out=out,
+        lse=lse,
+        lse_low=lse_low,
+        aggregate=aggregate,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        grad_aggregate=grad_aggregate,
+        grad_weights=grad_weights,
         stats=stats,
         pairs=pairs,
         pair_step=pairs.size(1),

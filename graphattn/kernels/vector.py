@@ -161,7 +161,7 @@ def _shuffle(builder, a, b, lanes):
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
 
 
-def _define_operator(function, instruction):
+def _define_operator(function, instruction, flags=()):
     @infer_global(function)  # pyright: ignore[reportOptionalCall]
     class _Template(AbstractTemplate):
         def generic(self, args, kws):
@@ -171,13 +171,13 @@ def _define_operator(function, instruction):
 
     @lower_builtin(function, Vector, Vector)
     def _lower(context, builder, sig, args):
-        # `contract` lets a product and a sum become one fused multiply-add
-        return getattr(builder, instruction)(*args, flags=("contract",))
+        return getattr(builder, instruction)(*args, flags=flags)
 
 
-_define_operator(operator.add, "fadd")
+# A product and a sum may become one fused multiply-add. A difference is of rounded numbers: x·y - x·y is exactly 0.
+_define_operator(operator.add, "fadd", ("contract",))
+_define_operator(operator.mul, "fmul", ("contract",))
 _define_operator(operator.sub, "fsub")
-_define_operator(operator.mul, "fmul")
 _define_operator(operator.truediv, "fdiv")
 
 
