@@ -895,7 +895,8 @@ class _Call:
         """Enter numbers, and tensors in the dtype of the kernel by the address of their first number, 0 if none."""
         for name, x in arguments.items():
             if isinstance(x, Tensor):
-                x = x.to(self.wide).contiguous()
+                if x.dtype != self.wide or not x.is_contiguous():
+                    x = x.to(self.wide).contiguous()
                 self.kept.append(x)
                 x = x.data_ptr()
             self.values[name] = 0 if x is None else x
