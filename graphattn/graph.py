@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import MappingKey, register_pytree_node
+from torch.utils._pytree import KeyEntry, MappingKey, register_pytree_node
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -395,7 +395,7 @@ class _StructuredGraph(Graph):
         """
         nodes = torch.arange(self.num_queries, device=self.device)
         if self.ptr is not None:
-            nodes = _in_node_order(self, nodes - _bounds(self.ptr)[0])
+            nodes = _in_node_order(self, nodes - _bounds(self.ptr, self.num_queries)[0])
         return (nodes + self.offset).view(-1, 1)
 
     def __repr__(self) -> str:
@@ -649,23 +649,16 @@ class GridGraph(_StructuredGraph):
         border: str = "clip",
     ) -> None:
         shape = _checked_shape(shape)
-        if not isinstance(radius, (tuple, list)):
-            radius = [radius] * len(shape)
-        if len(radius) != len(shape):
-            raise ValueError(
-                f"`radius` must be an int, or have one entry for each of the {len(shape)} axes of `shape`,"
-                f" got {radius!r}. A pair (before, after) stands inside: ((before, after), ...)."
-            )
+        box = tuple(_checked_radius("`radius`", one) for one in _per_axis("radius", radius, shape))
         _check_count("`dilation`", dilation, least=1)
         if border not in ("clip", "shift"):
             raise ValueError(f'`border` must be "clip" or "shift", got {border!r}.')
-        radius = tuple(_checked_radius(f"`radius[{a}]`", one) for a, one in enumerate(radius))
-        if border == "shift" and any((before is None) != (after is None) for before, after in radius):
+        if border == "shift" and any((before is None) != (after is None) for before, after in box):
             raise ValueError(
-                f'With border="shift" a window has a size: no side of `radius` may be unbounded alone, got'
-                f" {radius}. Use None for the whole axis."
+                f'With border="shift" no window may be unbounded on one side only, got radius={radius!r}.'
+                " Use None for the whole axis."
             )
-        edges = (_box_edges(n, *one, dilation, border) for n, one in zip(shape, radius))
+        edges = (_box_edges(n, *one, dilation, border) for n, one in zip(shape, box))
         _fill(
             self,
             num_queries=math.prod(shape),
@@ -673,14 +666,15 @@ class GridGraph(_StructuredGraph):
             num_edges=math.prod(edges),
             device=torch.empty(0).device,
             shape=shape,
-            radius=radius,
+            radius=box,
             dilation=int(dilation),
             border=border,
         )
 
     @property
     def edge_shape(self) -> tuple[int, ...]:
-        return (self.num_queries, math.prod(_axis_slots(*one, n) for one, n in zip(self.radius, self.shape)))
+        slots = [_axis_slots(*one, n) for one, n in zip(self.radius, self.shape)]
+        return (self.num_queries, math.prod(slots))
 
     def positions(self) -> Int[Tensor, "queries axes"]:
         axes = [torch.arange(n, device=self.device) for n in self.shape]
@@ -700,7 +694,8 @@ def _register(kind: type[_StructuredGraph]) -> None:
 
     def flatten_with_keys(graph):
         leaves, context = flatten(graph)
-        return [(MappingKey(name), leaf) for name, leaf in zip(_LEAVES, leaves)], context
+        keyed: list[tuple[KeyEntry, Any]] = [(MappingKey(name), leaf) for name, leaf in zip(_LEAVES, leaves)]
+        return keyed, context
 
     def unflatten(leaves, context):
         device, *values = context
@@ -746,7 +741,7 @@ class AxisIntervals(NamedTuple):
     slots: int
 
 
-def axis_intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> tuple[AxisIntervals, ...]:
+def axis_intervals(graph: Graph) -> tuple[AxisIntervals, ...]:
     """The edges of a structured graph as products of arithmetic progressions, one factor for each axis.
 
     The edges of a query are all combinations of its keys on the axes, in `to_edge_index()` order when t of
@@ -766,12 +761,10 @@ def axis_intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> tuple[Axis
         ([0, 0, 1, 2], [1, 2, 2, 2], [1, 0, 0, 0])
     """
     match graph:
-        case GridGraph():
-            along = _shifted if graph.border == "shift" else _clipped
-            return tuple(
-                along(n, n, 0, *radius, graph.dilation, graph.device)
-                for n, radius in zip(graph.shape, graph.radius)
-            )
+        case GridGraph(shape=shape, radius=box, dilation=step):
+            if graph.border == "shift":
+                return tuple(_shifted(n, *radius, step, graph.device) for n, radius in zip(shape, box))
+            return tuple(_clipped(n, n, 0, *radius, step, graph.device) for n, radius in zip(shape, box))
         case CompleteGraph():
             radius, step = _causal_radius(graph.causal), 1
         case WindowGraph():
@@ -799,7 +792,7 @@ def _clipped(
 ) -> AxisIntervals:
     low, query_end, key_end = 0, num_queries, num_keys
     if ptr is not None:
-        low, key_end = _bounds(ptr)
+        low, key_end = _bounds(ptr, num_keys)
         query_end = key_end
     at = torch.arange(num_queries, device=device) + offset
     first, count = _progressions(at, low, key_end, before, after, step)
@@ -823,20 +816,12 @@ def _progressions(at, low, end, before, after, step) -> tuple[Tensor, Tensor]:
     return (at + step * least).clamp(max=end), (most - least + 1).clamp(min=0)
 
 
-def _shifted(
-    num_queries: int,
-    num_keys: int,
-    offset: int,
-    before: int | None,
-    after: int | None,
-    step: int,
-    device: torch.device,
-) -> AxisIntervals:
+def _shifted(n: int, before: int | None, after: int | None, step: int, device: torch.device) -> AxisIntervals:
     if before is None or after is None:
-        return _clipped(num_queries, num_keys, offset, before, after, step, device)
-    x = torch.arange(num_keys, device=device)
+        return _clipped(n, n, 0, before, after, step, device)
+    x = torch.arange(n, device=device)
     cell, rest = x // step, x % step  # a window stays among the cells that are a multiple of step away
-    cells = (num_keys - 1 - rest) // step + 1
+    cells = (n - 1 - rest) // step + 1
     size = cells.clamp(max=before + 1 + after)
     first = torch.minimum((cell - before).clamp(min=0), cells - size)
     # Windows move by one cell or by none, so the queries of a key have no gap. Its window's end reaches a
@@ -851,7 +836,7 @@ def _shifted(
         query_count=highest - lowest + 1,
         step=step,
         slot_step=1,
-        slots=_axis_slots(before, after, num_keys),
+        slots=before + 1 + after,
     )
 
 
@@ -897,7 +882,7 @@ def _listed(
     queries = torch.arange(graph.num_queries, device=graph.device)
     queries = queries.repeat_interleave(degree, output_size=graph.num_edges)
     rank = torch.arange(graph.num_edges, device=graph.device) - (degree.cumsum(0) - degree)[queries]
-    start, number, stride = 0, 0, 1
+    start, number, stride = torch.zeros_like(degree), torch.zeros_like(rank), 1
     for axis in reversed(range(len(axes))):
         first, step, size = walks[axis]
         t = rank
@@ -915,9 +900,11 @@ def _in_node_order(graph: _StructuredGraph, values: Tensor) -> Tensor:
     return values if graph.order is None else torch.empty_like(values).index_copy_(0, graph.order, values)
 
 
-def _bounds(ptr: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds(ptr: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     # Start and end of the sequence that each node is in.
-    return tuple(ends.repeat_interleave(ptr.diff()) for ends in (ptr[:-1], ptr[1:]))
+    sequence = torch.arange(len(ptr) - 1, device=ptr.device)
+    sequence = sequence.repeat_interleave(ptr.diff(), output_size=num_nodes)
+    return ptr[sequence], ptr[sequence + 1]
 
 
 def _ragged(kind: type[_StructuredGraph], ptr: Tensor, **rule: Any) -> Any:
@@ -968,6 +955,16 @@ def _checked_shape(shape: Sequence[int], name: str = "`shape`") -> tuple[int, ..
     return tuple(map(int, shape))
 
 
+def _per_axis(name: str, value: Any, shape: tuple[int, ...]) -> tuple:
+    entries = tuple(value) if isinstance(value, (tuple, list)) else (value,) * len(shape)
+    if len(entries) != len(shape):
+        raise ValueError(
+            f"`{name}` must be one for all axes, or a tuple with an entry for each of the {len(shape)} axes"
+            f" of `shape`, got {value!r}."
+        )
+    return entries
+
+
 def _checked_line(name: str, x: Any, shape: str) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -1016,14 +1013,8 @@ def grid_blocks(
         [0, 1, 1, 2, 2]
     """
     shape = _checked_shape(shape)
-    blocks, shifts = (x if isinstance(x, (tuple, list)) else (x,) * len(shape) for x in (block, shift))
-    if len(blocks) != len(shape) or len(shifts) != len(shape):
-        raise ValueError(
-            f"`block` and `shift` must be ints or have one entry for each of the {len(shape)} axes of `shape`,"
-            f" got {block!r} and {shift!r}."
-        )
     labels = torch.zeros((), dtype=torch.int64)
-    for n, width, start in zip(shape, blocks, shifts):
+    for n, width, start in zip(shape, _per_axis("block", block, shape), _per_axis("shift", shift, shape)):
         _check_count("`block`", width, least=1)
         _check_count("`shift`", start)
         if start >= width:
