@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import KeyEntry, MappingKey, register_pytree_node
+from torch.utils._pytree import MappingKey, register_pytree_node
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -378,7 +378,9 @@ class _StructuredGraph(Graph):
 
     def to_edge_index(self) -> Int[Tensor, "2 edges"]:
         axes = axis_intervals(self)
-        queries, keys = _listed(self, axes, [(axis.first, axis.step, len(axis.first_query)) for axis in axes])
+        queries, keys = _listed(
+            self, axes, [(axis.first, axis.step, axis.first_query.numel()) for axis in axes]
+        )
         return torch.stack([keys if self.order is None else self.order[keys], queries])
 
     def slots(self) -> Int[Tensor, " edges"]:
@@ -694,8 +696,7 @@ def _register(kind: type[_StructuredGraph]) -> None:
 
     def flatten_with_keys(graph):
         leaves, context = flatten(graph)
-        keyed: list[tuple[KeyEntry, Any]] = [(MappingKey(name), leaf) for name, leaf in zip(_LEAVES, leaves)]
-        return keyed, context
+        return [(MappingKey(name), leaf) for name, leaf in zip(_LEAVES, leaves)], context
 
     def unflatten(leaves, context):
         device, *values = context
@@ -713,7 +714,7 @@ def _register(kind: type[_StructuredGraph]) -> None:
         serialized_type_name=f"graphattn.{kind.__name__}",
         to_dumpable_context=repr,
         from_dumpable_context=ast.literal_eval,
-        flatten_with_keys_fn=flatten_with_keys,
+        flatten_with_keys_fn=flatten_with_keys,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -902,7 +903,7 @@ def _in_node_order(graph: _StructuredGraph, values: Tensor) -> Tensor:
 
 def _bounds(ptr: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     # Start and end of the sequence that each node is in.
-    sequence = torch.arange(len(ptr) - 1, device=ptr.device)
+    sequence = torch.arange(ptr.numel() - 1, device=ptr.device)
     sequence = sequence.repeat_interleave(ptr.diff(), output_size=num_nodes)
     return ptr[sequence], ptr[sequence + 1]
 
