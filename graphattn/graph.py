@@ -110,11 +110,14 @@ class Graph:
         return G
 
     def __repr__(self) -> str:
-        place = "" if self.device.type == "cpu" else f", device={str(self.device)!r}"
-        return (
-            f"{type(self).__name__}({self.num_keys} keys -> {self.num_queries} queries,"
-            f" {self.num_edges} edges{place})"
-        )
+        parts = [f"{self.num_keys} keys -> {self.num_queries} queries", f"{self.num_edges} edges"]
+        parts += self._rule()
+        if self.device.type != "cpu":
+            parts.append(f"device={str(self.device)!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _rule(self) -> list[str]:
+        return []
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -400,13 +403,11 @@ class _StructuredGraph(Graph):
             nodes = _in_node_order(self, nodes - _bounds(self.ptr, self.num_queries)[0])
         return (nodes + self.offset).view(-1, 1)
 
-    def __repr__(self) -> str:
-        details = [] if self.ptr is None else [f"{len(self.ptr) - 1} sequences"]
-        for name, usual in (("shape", None), ("radius", None), ("causal", False), ("dilation", 1),
-                            ("offset", 0), ("border", "clip")):  # fmt: skip
-            value = getattr(self, name, usual)
-            details += [] if value == usual else [f"{name}={value!r}"]
-        return f"{super().__repr__()[:-1]}{''.join(f', {detail}' for detail in details)})"
+    def _rule(self) -> list[str]:
+        usual = {"shape": None, "radius": None, "causal": False, "dilation": 1, "offset": 0, "border": "clip"}
+        values = {name: getattr(self, name, default) for name, default in usual.items()}
+        parts = [] if self.ptr is None else [f"{self.ptr.numel() - 1} sequences"]
+        return parts + [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -438,19 +439,17 @@ class CompleteGraph(_StructuredGraph):
     def __init__(
         self, num_nodes: int, *, num_keys: int | None = None, causal: bool = False, offset: int = 0
     ) -> None:
-        num_keys = num_nodes if num_keys is None else num_keys
-        _check_count("`num_nodes`", num_nodes)
-        _check_count("`num_keys`", num_keys)
-        _check_count("`offset`", offset, least=1 - _LIMIT)
+        num_nodes = _checked_int("`num_nodes`", num_nodes)
+        num_keys = num_nodes if num_keys is None else _checked_int("`num_keys`", num_keys)
+        offset = _checked_int("`offset`", offset, least=1 - _LIMIT)
         radius = _causal_radius(_checked_causal(causal))
-        num_edges = _window_edges(num_nodes, num_keys, offset, *radius, 1)
         _fill(
             self,
-            num_queries=int(num_nodes),
-            num_keys=int(num_keys),
-            num_edges=num_edges,
+            num_queries=num_nodes,
+            num_keys=num_keys,
+            num_edges=_window_edges(num_nodes, num_keys, offset, *radius, 1),
             device=torch.empty(0).device,
-            offset=int(offset),
+            offset=offset,
             causal=causal,
         )
 
@@ -548,22 +547,20 @@ class WindowGraph(_StructuredGraph):
         num_keys: int | None = None,
         offset: int = 0,
     ) -> None:
-        num_keys = length if num_keys is None else num_keys
-        _check_count("`length`", length)
-        _check_count("`num_keys`", num_keys)
-        _check_count("`offset`", offset, least=1 - _LIMIT)
-        _check_count("`dilation`", dilation, least=1)
-        radius = _checked_radius("`radius`", radius)
-        num_edges = _window_edges(length, num_keys, offset, *radius, dilation)
+        length = _checked_int("`length`", length)
+        num_keys = length if num_keys is None else _checked_int("`num_keys`", num_keys)
+        offset = _checked_int("`offset`", offset, least=1 - _LIMIT)
+        dilation = _checked_int("`dilation`", dilation, least=1)
+        radius = _checked_radius(radius)
         _fill(
             self,
-            num_queries=int(length),
-            num_keys=int(num_keys),
-            num_edges=num_edges,
+            num_queries=length,
+            num_keys=num_keys,
+            num_edges=_window_edges(length, num_keys, offset, *radius, dilation),
             device=torch.empty(0).device,
-            offset=int(offset),
+            offset=offset,
             radius=radius,
-            dilation=int(dilation),
+            dilation=dilation,
         )
 
     @staticmethod
@@ -590,9 +587,8 @@ class WindowGraph(_StructuredGraph):
             >>> WindowGraph.from_ptr(torch.tensor([0, 2, 3]), 1).to_edge_index().tolist()
             [[0, 1, 0, 1, 2], [0, 0, 1, 1, 2]]
         """
-        _check_count("`dilation`", dilation, least=1)
-        radius = _checked_radius("`radius`", radius)
-        return _ragged(WindowGraph, _checked_ptr(ptr), radius=radius, dilation=int(dilation))
+        dilation = _checked_int("`dilation`", dilation, least=1)
+        return _ragged(WindowGraph, _checked_ptr(ptr), radius=_checked_radius(radius), dilation=dilation)
 
     @property
     def edge_shape(self) -> tuple[int, ...]:
@@ -651,8 +647,8 @@ class GridGraph(_StructuredGraph):
         border: str = "clip",
     ) -> None:
         shape = _checked_shape(shape)
-        box = tuple(_checked_radius("`radius`", one) for one in _per_axis("radius", radius, shape))
-        _check_count("`dilation`", dilation, least=1)
+        box = tuple(_checked_radius(one) for one in _per_axis("radius", radius, shape))
+        dilation = _checked_int("`dilation`", dilation, least=1)
         if border not in ("clip", "shift"):
             raise ValueError(f'`border` must be "clip" or "shift", got {border!r}.')
         if border == "shift" and any((before is None) != (after is None) for before, after in box):
@@ -669,7 +665,7 @@ class GridGraph(_StructuredGraph):
             device=torch.empty(0).device,
             shape=shape,
             radius=box,
-            dilation=int(dilation),
+            dilation=dilation,
             border=border,
         )
 
@@ -934,26 +930,27 @@ def _checked_causal(causal: bool) -> bool:
     return causal
 
 
-def _checked_radius(name: str, radius: Any) -> tuple[int | None, int | None]:
+def _checked_int(name: str, x: Any, least: int = 0) -> int:
+    _check_count(name, x, least)
+    return int(x)
+
+
+def _checked_radius(radius: Any) -> tuple[int | None, int | None]:
     sides = radius if isinstance(radius, (tuple, list)) else (radius, radius)
     if len(sides) != 2:
-        raise ValueError(f"{name} must be an int, None or a pair (before, after), got {radius!r}.")
-    for side in sides:
-        if side is not None:
-            _check_count(name, side)
-    before, after = (None if side is None else int(side) for side in sides)
+        raise ValueError(f"`radius` must be an int, None or a pair (before, after), got {radius!r}.")
+    before, after = (None if side is None else _checked_int("`radius`", side) for side in sides)
     return before, after
 
 
-def _checked_shape(shape: Sequence[int], name: str = "`shape`") -> tuple[int, ...]:
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(shape, (tuple, list)):
-        raise TypeError(f"{name} must be a tuple of ints, one for each axis, got {type(shape).__name__}.")
+        raise TypeError(f"`shape` must be a tuple of ints, one for each axis, got {type(shape).__name__}.")
     if not shape:
-        raise ValueError(f"{name} must have at least one axis, got {shape!r}.")
-    for a, n in enumerate(shape):
-        _check_count(f"`shape[{a}]`", n, least=1)
-    _check_count(f"the number of nodes of {name}", math.prod(map(int, shape)))
-    return tuple(map(int, shape))
+        raise ValueError(f"`shape` must have at least one axis, got {shape!r}.")
+    shape = tuple(_checked_int(f"`shape[{a}]`", n, least=1) for a, n in enumerate(shape))
+    _check_count("the number of nodes in `shape`", math.prod(shape))
+    return shape
 
 
 def _per_axis(name: str, value: Any, shape: tuple[int, ...]) -> tuple:
