@@ -876,20 +876,21 @@ def _listed(
         coordinates = [_in_node_order(graph, torch.arange(graph.num_queries, device=graph.device))]
     counts = [axis.count[x] for axis, x in zip(axes, coordinates)]
     degree = math.prod(counts[1:], start=counts[0])
+    start, strides, stride = torch.zeros_like(degree), [], 1
+    for (first, step, size), x in zip(reversed(walks), reversed(coordinates)):
+        start = start + first[x] * stride
+        strides.append(step * stride)
+        stride = stride * size
     queries = torch.arange(graph.num_queries, device=graph.device)
     queries = queries.repeat_interleave(degree, output_size=graph.num_edges)
-    rank = torch.arange(graph.num_edges, device=graph.device) - (degree.cumsum(0) - degree)[queries]
-    start, number, stride = torch.zeros_like(degree), torch.zeros_like(rank), 1
-    for axis in reversed(range(len(axes))):
-        first, step, size = walks[axis]
-        t = rank
-        if axis > 0:
-            count = counts[axis][queries]
-            t, rank = rank % count, rank // count
-        start = start + first[coordinates[axis]] * stride
-        number = number + t * (step * stride)
-        stride *= size
-    return queries, number + start[queries]
+    number = start[queries]
+    rank = torch.arange(graph.num_edges, device=graph.device)  # of the edge among those of its query
+    rank -= (degree.cumsum(0) - degree)[queries]
+    for count, stride in zip(reversed(counts[1:]), strides):
+        count = count[queries]
+        number.add_(rank % count, alpha=stride)
+        rank //= count
+    return queries, number.add_(rank, alpha=strides[-1])
 
 
 def _in_node_order(graph: _StructuredGraph, values: Tensor) -> Tensor:
