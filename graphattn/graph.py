@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import MappingKey, register_pytree_node
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     import networkx
     from jaxtyping import Bool, Int
 
+_CPU = torch.device("cpu")
 _LIMIT = 2**31  # node and edge numbers are int32
 _THREAD_EDGES = 50_000  # below this a second thread costs more than it saves
 _CACHED_EDGES = 2**18  # an edge list below this stays in the cache while it is sorted
@@ -67,6 +71,13 @@ class Graph:
         """The edges as an int64 `edge_index` `[2, num_edges]`: keys in row 0, queries in row 1."""
         raise NotImplementedError
 
+    def slots(self) -> Int[Tensor, " edges"]:
+        """For each edge of `to_edge_index()` the place of its entry in a flattened edge tensor, int64.
+
+        `edge_tensor.view(-1, heads)[graph.slots()]` are the entries of the edges, one row for each.
+        """
+        return torch.arange(self.num_edges, device=self.device)
+
     def to_mask(self) -> Bool[Tensor, "queries keys"]:
         """The edges as a bool mask `[num_queries, num_keys]`, True where the query may attend to the key.
 
@@ -99,11 +110,14 @@ class Graph:
         return G
 
     def __repr__(self) -> str:
-        place = "" if self.device.type == "cpu" else f", device={str(self.device)!r}"
-        return (
-            f"{type(self).__name__}({self.num_keys} keys -> {self.num_queries} queries,"
-            f" {self.num_edges} edges{place})"
-        )
+        parts = [f"{self.num_keys} keys -> {self.num_queries} queries", f"{self.num_edges} edges"]
+        parts += self._rule()
+        if self.device.type != "cpu":
+            parts.append(f"device={str(self.device)!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _rule(self) -> list[str]:
+        return []
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -343,6 +357,673 @@ class SparseGraph(Graph):
 
 torch.export.register_dataclass(SparseGraph, serialized_type_name="graphattn.SparseGraph")
 torch.serialization.add_safe_globals([SparseGraph])
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class _StructuredGraph(Graph):
+    # A kind whose edges follow from a rule: row-major by query, keys ascending. What is written here follows
+    # from its `axis_intervals`. Defaults of the first fields only hide the properties of Graph.
+
+    num_queries: int = 0
+    num_keys: int = 0
+    num_edges: int = 0
+    device: torch.device = _CPU
+    offset: int = 0
+    ptr: Tensor | None = None
+    order: Tensor | None = None
+
+    def to(self, device: torch.device | str | int) -> Graph:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
+        return _fill(object.__new__(type(self)), **{**values, "device": torch.empty(0, device=device).device})
+
+    def to_sparse(self) -> SparseGraph:
+        _check_count("the number of edges", self.num_edges)
+        return SparseGraph.from_edge_index(self.to_edge_index(), size=(self.num_keys, self.num_queries))
+
+    def to_edge_index(self) -> Int[Tensor, "2 edges"]:
+        axes = axis_intervals(self)
+        queries, keys = _listed(
+            self, axes, [(axis.first, axis.step, axis.first_query.numel()) for axis in axes]
+        )
+        return torch.stack([keys if self.order is None else self.order[keys], queries])
+
+    def slots(self) -> Int[Tensor, " edges"]:
+        if len(self.edge_shape) == 1:
+            return super().slots()
+        axes = axis_intervals(self)
+        queries, slots = _listed(self, axes, [(axis.slot, axis.slot_step, axis.slots) for axis in axes])
+        return slots + queries * self.edge_shape[1]
+
+    def positions(self) -> Int[Tensor, "queries axes"]:
+        """Where each query is in its sequence, clique or grid, int64 `[num_queries, axes]`.
+
+        With an `offset`, query i is at `offset + i`, where key `offset + i` is. O(num_queries).
+        """
+        nodes = torch.arange(self.num_queries, device=self.device)
+        if self.ptr is not None:
+            nodes = _in_node_order(self, nodes - _bounds(self.ptr, self.num_queries)[0])
+        return (nodes + self.offset).view(-1, 1)
+
+    def _rule(self) -> list[str]:
+        usual = {"shape": None, "radius": None, "causal": False, "dilation": 1, "offset": 0, "border": "clip"}
+        values = {name: getattr(self, name, default) for name, default in usual.items()}
+        parts = [] if self.ptr is None else [f"{self.ptr.numel() - 1} sequences"]
+        return parts + [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class CompleteGraph(_StructuredGraph):
+    """Every query attends to every key, or, causal, to those up to its own position.
+
+    Edge tensors have shape `[num_queries, num_keys]`; in a graph of several cliques `[num_edges]`, in the
+    order of `to_edge_index()`. Holds nothing per edge: cliques take 8 bytes each, and 8 for each node where
+    the nodes of a clique are not consecutive.
+
+    Args:
+        num_nodes: number of queries.
+        num_keys: number of keys, as many as queries by default.
+        causal: query i attends only to the keys `0..offset + i`; where that is none, its output is 0.
+        offset: position of query 0 among the keys. In a causal rectangle 0 is PyTorch's top-left alignment,
+            `num_keys - num_nodes` its bottom-right.
+
+    Raises:
+        ValueError: a size is negative or not below 2**31.
+        TypeError: a size or `offset` is not an int, or `causal` not a bool.
+
+    Example:
+        >>> CompleteGraph(2, num_keys=4, causal=True, offset=2).to_mask().int().tolist()
+        [[1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+
+    causal: bool = False
+
+    def __init__(
+        self, num_nodes: int, *, num_keys: int | None = None, causal: bool = False, offset: int = 0
+    ) -> None:
+        num_nodes = _checked_int("`num_nodes`", num_nodes)
+        num_keys = num_nodes if num_keys is None else _checked_int("`num_keys`", num_keys)
+        offset = _checked_int("`offset`", offset, least=1 - _LIMIT)
+        radius = _causal_radius(_checked_causal(causal))
+        _fill(
+            self,
+            num_queries=num_nodes,
+            num_keys=num_keys,
+            num_edges=_window_edges(num_nodes, num_keys, offset, *radius, 1),
+            device=torch.empty(0).device,
+            offset=offset,
+            causal=causal,
+        )
+
+    @staticmethod
+    def from_ptr(ptr: Int[Tensor, "cliques+1"], *, causal: bool = False) -> CompleteGraph:
+        """Graphs of different sizes side by side, each complete: clique c is the nodes `ptr[c]:ptr[c + 1]`.
+
+        Args:
+            ptr: integer `[cliques + 1]`, from 0 up to the number of nodes, never falling (PyG's `Batch.ptr`).
+            causal: a node attends only to those of its clique up to itself.
+
+        Raises:
+            ValueError: `ptr` is not one-dimensional, does not start at 0, or falls.
+            TypeError: `ptr` is not an integer tensor, or `causal` not a bool.
+
+        Example:
+            >>> CompleteGraph.from_ptr(torch.tensor([0, 2, 3])).to_edge_index().tolist()
+            [[0, 1, 0, 1, 2], [0, 0, 1, 1, 2]]
+        """
+        return _ragged(CompleteGraph, _checked_ptr(ptr), causal=_checked_causal(causal))
+
+    @staticmethod
+    def from_batch(batch: Int[Tensor, " nodes"], *, causal: bool = False) -> CompleteGraph:
+        """One clique for each label: nodes attend to the nodes that carry the same label as they do.
+
+        The cliques of a PyG mini-batch (`Batch.batch`), or the blocks of a grid (`grid_blocks`). O(N) for
+        labels in ascending order, else O(N log N).
+
+        Args:
+            batch: integer `[nodes]`, any label for each node, in any order.
+            causal: a node attends only to those of its clique that come before it, and to itself.
+
+        Raises:
+            ValueError: `batch` is not one-dimensional.
+            TypeError: `batch` is not an integer tensor, or `causal` not a bool.
+
+        Example:
+            >>> CompleteGraph.from_batch(torch.tensor([7, 3, 7])).to_edge_index().tolist()
+            [[0, 2, 1, 0, 2], [0, 0, 1, 2, 2]]
+        """
+        labels, order = _checked_line("batch", batch, "[nodes]"), None
+        if (labels[1:] < labels[:-1]).any():
+            labels, order = labels.sort(stable=True)
+        sizes = labels.unique_consecutive(return_counts=True)[1]
+        ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        return _ragged(CompleteGraph, ptr, order=order, causal=_checked_causal(causal))
+
+    @property
+    def edge_shape(self) -> tuple[int, ...]:
+        return (self.num_queries, self.num_keys) if self.ptr is None else (self.num_edges,)
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class WindowGraph(_StructuredGraph):
+    """Every query attends to the keys near its own position: a chain, a band, a sliding window.
+
+    Query i, at position p = offset + i, attends to those of the keys `p - before · dilation, ..., p - dilation,
+    p, p + dilation, ..., p + after · dilation` that exist. Edge tensors have shape
+    `[num_queries, before + 1 + after]`, one slot for each of these, those that fall off the sequence
+    included. With an unbounded side they have the complete graph's `[num_queries, num_keys]`, in a graph of
+    several sequences `[num_edges]` then. Holds nothing per edge or node, only 8 bytes for each sequence.
+
+    Args:
+        length: number of queries.
+        radius: how many keys on either side, an int or `(before, after)`; None in place of either is all of
+            them, so `(None, 0)` is causal. An even window of 2r as in NATTEN is `(r, r - 1)`.
+        dilation: distance of neighbouring keys of a window, also on an unbounded side.
+        num_keys: number of keys, as many as queries by default.
+        offset: position of query 0 among the keys, negative or past the end too; a query whose window lies
+            outside has no edge.
+
+    Raises:
+        ValueError: a size or radius is negative, `dilation` below 1, any of them not below 2**31, or `radius`
+            not a pair.
+        TypeError: one of them is not an int.
+
+    Example:
+        >>> WindowGraph(4, (1, 0)).to_mask().int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+        >>> WindowGraph(100, 2)
+        WindowGraph(100 keys -> 100 queries, 494 edges, radius=(2, 2))
+
+    Beltagy et al., `Longformer <https://arxiv.org/abs/2004.05150>`_, 2020.
+    """
+
+    radius: tuple[int | None, int | None] = (0, 0)
+    dilation: int = 1
+
+    def __init__(
+        self,
+        length: int,
+        radius: int | tuple[int | None, int | None] | None,
+        *,
+        dilation: int = 1,
+        num_keys: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        length = _checked_int("`length`", length)
+        num_keys = length if num_keys is None else _checked_int("`num_keys`", num_keys)
+        offset = _checked_int("`offset`", offset, least=1 - _LIMIT)
+        dilation = _checked_int("`dilation`", dilation, least=1)
+        radius = _checked_radius(radius)
+        _fill(
+            self,
+            num_queries=length,
+            num_keys=num_keys,
+            num_edges=_window_edges(length, num_keys, offset, *radius, dilation),
+            device=torch.empty(0).device,
+            offset=offset,
+            radius=radius,
+            dilation=dilation,
+        )
+
+    @staticmethod
+    def from_ptr(
+        ptr: Int[Tensor, "sequences+1"],
+        radius: int | tuple[int | None, int | None] | None,
+        *,
+        dilation: int = 1,
+    ) -> WindowGraph:
+        """Sequences of different lengths side by side: sequence b is the nodes `ptr[b]:ptr[b + 1]`.
+
+        A window ends where its sequence does. Slots are those of one sequence; with an unbounded side the
+        edge layout is `[num_edges]`.
+
+        Args:
+            ptr: integer `[sequences + 1]`, from 0 up to the number of nodes, never falling.
+            radius, dilation: as for one sequence.
+
+        Raises:
+            ValueError: `ptr` is not one-dimensional, does not start at 0, or falls; and as the constructor.
+            TypeError: `ptr` is not an integer tensor; and as the constructor.
+
+        Example:
+            >>> WindowGraph.from_ptr(torch.tensor([0, 2, 3]), 1).to_edge_index().tolist()
+            [[0, 1, 0, 1, 2], [0, 0, 1, 1, 2]]
+        """
+        dilation = _checked_int("`dilation`", dilation, least=1)
+        return _ragged(WindowGraph, _checked_ptr(ptr), radius=_checked_radius(radius), dilation=dilation)
+
+    @property
+    def edge_shape(self) -> tuple[int, ...]:
+        before, after = self.radius
+        if before is not None and after is not None:
+            return (self.num_queries, before + 1 + after)
+        return (self.num_queries, self.num_keys) if self.ptr is None else (self.num_edges,)
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class GridGraph(_StructuredGraph):
+    """The cells of an n-dimensional grid attend to those in a box around them: neighbourhood attention.
+
+    Node numbers are row-major: the last axis runs fastest. On every axis the box is a window as in
+    `WindowGraph`; where it crosses the border of the grid, `"clip"` takes away what lies outside (as
+    zero-padding does for a convolution), `"shift"` moves it inward, so that it keeps its size, or is the
+    whole axis if that is smaller (with a dilation, all cells of the axis that are a multiple of it away).
+    Edge tensors have shape `[num_nodes, slots]`: slots of the axes in row-major order, `before + 1 + after`
+    for a bounded axis, where slot s is the s-th cell of the box (clipped ones included); an axis with an
+    unbounded side has one slot for each coordinate. Holds nothing per edge or node.
+
+    Args:
+        shape: cells along each axis.
+        radius: an int or, for each axis, an int, `(before, after)` or None, the whole axis. None in place of
+            before or after is everything on that side (causal along that axis), with `"clip"` only. An even
+            NATTEN kernel 2r is `(r, r - 1)`.
+        dilation: distance of neighbouring keys of a window, along every axis.
+        border: `"clip"` or `"shift"`.
+
+    Raises:
+        ValueError: an axis has no cell, a radius is negative, `dilation` below 1, the grid has 2**31 cells or
+            more, `radius` does not fit the axes, or `border` is neither word.
+        TypeError: one of these numbers is not an int, or `shape` not a tuple.
+
+    Example:
+        >>> GridGraph((3, 4), 1)
+        GridGraph(12 keys -> 12 queries, 70 edges, shape=(3, 4), radius=((1, 1), (1, 1)))
+        >>> GridGraph((5,), 1, border="shift").to_edge_index()[0].view(5, 3).tolist()
+        [[0, 1, 2], [0, 1, 2], [1, 2, 3], [2, 3, 4], [2, 3, 4]]
+
+    Hassani et al., `Neighborhood Attention Transformer <https://arxiv.org/abs/2204.07143>`_, 2023, and
+    `Dilated Neighborhood Attention Transformer <https://arxiv.org/abs/2209.15001>`_, 2022.
+    """
+
+    shape: tuple[int, ...] = ()
+    radius: tuple[tuple[int | None, int | None], ...] = ()
+    dilation: int = 1
+    border: str = "clip"
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        radius: int | Sequence[int | tuple[int | None, int | None] | None] | None,
+        *,
+        dilation: int = 1,
+        border: str = "clip",
+    ) -> None:
+        shape = _checked_shape(shape)
+        box = tuple(_checked_radius(one) for one in _per_axis("radius", radius, shape))
+        dilation = _checked_int("`dilation`", dilation, least=1)
+        if border not in ("clip", "shift"):
+            raise ValueError(f'`border` must be "clip" or "shift", got {border!r}.')
+        if border == "shift" and any((before is None) != (after is None) for before, after in box):
+            raise ValueError(
+                f'With border="shift" no window may be unbounded on one side only, got radius={radius!r}.'
+                " Use None for the whole axis."
+            )
+        edges = (_box_edges(n, *one, dilation, border) for n, one in zip(shape, box))
+        _fill(
+            self,
+            num_queries=math.prod(shape),
+            num_keys=math.prod(shape),
+            num_edges=math.prod(edges),
+            device=torch.empty(0).device,
+            shape=shape,
+            radius=box,
+            dilation=dilation,
+            border=border,
+        )
+
+    @property
+    def edge_shape(self) -> tuple[int, ...]:
+        slots = [_axis_slots(*one, n) for one, n in zip(self.radius, self.shape)]
+        return (self.num_queries, math.prod(slots))
+
+    def positions(self) -> Int[Tensor, "queries axes"]:
+        axes = [torch.arange(n, device=self.device) for n in self.shape]
+        return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).view(-1, len(axes))
+
+
+# The sizes and tensors of a structured graph are leaves; its rule belongs to the type of the tree.
+_LEAVES = ("num_queries", "num_keys", "num_edges", "offset", "ptr", "order")
+
+
+def _register(kind: type[_StructuredGraph]) -> None:
+    rule = [field.name for field in fields(kind) if field.name not in (*_LEAVES, "device")]
+
+    def flatten(graph):
+        context = (str(graph.device), *(getattr(graph, name) for name in rule))
+        return [getattr(graph, name) for name in _LEAVES], context
+
+    def flatten_with_keys(graph):
+        leaves, context = flatten(graph)
+        return [(MappingKey(name), leaf) for name, leaf in zip(_LEAVES, leaves)], context
+
+    def unflatten(leaves, context):
+        device, *values = context
+        return _fill(
+            object.__new__(kind),
+            device=torch.device(device),
+            **dict(zip(_LEAVES, leaves)),
+            **dict(zip(rule, values)),
+        )
+
+    register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"graphattn.{kind.__name__}",
+        to_dumpable_context=repr,
+        from_dumpable_context=ast.literal_eval,
+        flatten_with_keys_fn=flatten_with_keys,  # pyright: ignore[reportArgumentType]
+    )
+
+
+for _kind in (CompleteGraph, WindowGraph, GridGraph):
+    _register(_kind)
+torch.serialization.add_safe_globals([CompleteGraph, WindowGraph, GridGraph])
+
+
+class AxisIntervals(NamedTuple):
+    """Along one axis the keys of each query and the queries of each key, as arithmetic progressions.
+
+    The query at coordinate x has the keys `first[x] + step · t`, `t = 0..count[x] - 1`, the t-th of them in
+    slot `slot[x] + slot_step · t`; the key at y has the queries `first_query[y] + step · t`,
+    `t = 0..query_count[y] - 1`. All tensors are int64. Where a count is 0, the start and slot mean nothing,
+    but the start is still at least 0 and at most the number of coordinates.
+    """
+
+    first: Tensor
+    count: Tensor
+    slot: Tensor
+    first_query: Tensor
+    query_count: Tensor
+    step: int
+    slot_step: int
+    slots: int
+
+
+def axis_intervals(graph: Graph) -> tuple[AxisIntervals, ...]:
+    """The edges of a structured graph as products of arithmetic progressions, one factor for each axis.
+
+    The edges of a query are all combinations of its keys on the axes, in `to_edge_index()` order when t of
+    the last axis runs fastest. O(sum of the axes) memory.
+
+    Coordinates of a grid are those of its cells, of all other graphs node numbers; where a graph has an
+    `order`, node `order[x]` is at coordinate x. An edge's entry in a flattened edge tensor is
+    `query · (slots of all axes) + slot`, with slots of a grid in row-major order; `slots` is 0 where the
+    edge layout is `[num_edges]` and `slot` the edge's own number.
+
+    Returns:
+        One `AxisIntervals` for each axis.
+
+    Example:
+        >>> (axis,) = axis_intervals(WindowGraph(4, (1, 0)))
+        >>> axis.first.tolist(), axis.count.tolist(), axis.slot.tolist()
+        ([0, 0, 1, 2], [1, 2, 2, 2], [1, 0, 0, 0])
+    """
+    match graph:
+        case GridGraph(shape=shape, radius=box, dilation=step):
+            if graph.border == "shift":
+                return tuple(_shifted(n, *radius, step, graph.device) for n, radius in zip(shape, box))
+            return tuple(_clipped(n, n, 0, *radius, step, graph.device) for n, radius in zip(shape, box))
+        case CompleteGraph():
+            radius, step = _causal_radius(graph.causal), 1
+        case WindowGraph():
+            radius, step = graph.radius, graph.dilation
+        case _:
+            raise TypeError(f"axis_intervals takes a structured graph, got {type(graph).__name__}.")
+    axis = _clipped(graph.num_queries, graph.num_keys, graph.offset, *radius, step, graph.device, graph.ptr)
+    if len(graph.edge_shape) == 1:
+        counts = _in_node_order(graph, axis.count)
+        starts = counts.cumsum(0) - counts
+        starts = starts if graph.order is None else starts[graph.order]
+        axis = axis._replace(slot=starts, slot_step=1, slots=0)
+    return (axis,)
+
+
+def _clipped(
+    num_queries: int,
+    num_keys: int,
+    offset: int,
+    before: int | None,
+    after: int | None,
+    step: int,
+    device: torch.device,
+    ptr: Tensor | None = None,
+) -> AxisIntervals:
+    low, query_end, key_end = 0, num_queries, num_keys
+    if ptr is not None:
+        low, key_end = _bounds(ptr, num_keys)
+        query_end = key_end
+    at = torch.arange(num_queries, device=device) + offset
+    first, count = _progressions(at, low, key_end, before, after, step)
+    if before is None or after is None:
+        slot, slot_step = first, step
+    else:
+        slot, slot_step = (first - at) // step + before, 1
+    at = torch.arange(num_keys, device=device) - offset
+    transposed = _progressions(at, low, query_end, after, before, step)
+    return AxisIntervals(
+        first, count, slot, *transposed, step, slot_step, _axis_slots(before, after, num_keys)
+    )
+
+
+def _progressions(at, low, end, before, after, step) -> tuple[Tensor, Tensor]:
+    # First and number of those `at + step · t`, `-before <= t <= after`, that lie in [low, end).
+    least = -((at - low) // step)
+    most = (end - 1 - at) // step
+    least = least if before is None else least.clamp(min=-before)
+    most = most if after is None else most.clamp(max=after)
+    return (at + step * least).clamp(max=end), (most - least + 1).clamp(min=0)
+
+
+def _shifted(n: int, before: int | None, after: int | None, step: int, device: torch.device) -> AxisIntervals:
+    if before is None or after is None:
+        return _clipped(n, n, 0, before, after, step, device)
+    x = torch.arange(n, device=device)
+    cell, rest = x // step, x % step  # a window stays among the cells that are a multiple of step away
+    cells = (n - 1 - rest) // step + 1
+    size = cells.clamp(max=before + 1 + after)
+    first = torch.minimum((cell - before).clamp(min=0), cells - size)
+    # Windows move by one cell or by none, so the queries of a key have no gap. Its window's end reaches a
+    # query from the first cells on at once, and its start those up to the last cells.
+    lowest = torch.where(cell < size, 0, cell - size + 1 + before)
+    highest = torch.where(cell < cells - size, cell + before, cells - 1)
+    return AxisIntervals(
+        first=rest + step * first,
+        count=size,
+        slot=torch.zeros_like(x),
+        first_query=rest + step * lowest,
+        query_count=highest - lowest + 1,
+        step=step,
+        slot_step=1,
+        slots=before + 1 + after,
+    )
+
+
+def _axis_slots(before: int | None, after: int | None, num_keys: int) -> int:
+    return num_keys if before is None or after is None else before + 1 + after
+
+
+def _window_edges(
+    num_queries: int, num_keys: int, offset: int, before: int | None, after: int | None, step: int
+) -> int:
+    # At distance s = offset + step · t, a trapezoid of s says how many queries i have a key i + s: it is the
+    # sum of four ramps max(0, s - corner), and each of them an arithmetic series in t.
+    lowest = -((num_queries - 1 + offset) // step)
+    highest = (num_keys - 1 - offset) // step
+    lowest = lowest if before is None else max(lowest, -before)
+    highest = highest if after is None else min(highest, after)
+    total = 0
+    for corner, sign in ((-num_queries, 1), (0, -1), (num_keys - num_queries, -1), (num_keys, 1)):
+        start = max(lowest, (corner - offset) // step + 1)
+        terms = max(highest - start + 1, 0)
+        total += sign * (terms * (offset - corner) + terms * (start + highest) // 2 * step)
+    return total
+
+
+def _box_edges(n: int, before: int | None, after: int | None, step: int, border: str) -> int:
+    if border == "clip" or before is None or after is None:
+        return _window_edges(n, n, 0, before, after, step)
+    cells, longer = divmod(n, step)  # `longer` residue classes have a cell more
+    width = before + 1 + after
+    return longer * (cells + 1) * min(cells + 1, width) + (step - longer) * cells * min(cells, width)
+
+
+def _listed(
+    graph: _StructuredGraph, axes: Sequence[AxisIntervals], walks: Sequence[tuple[Tensor, int, int]]
+) -> tuple[Tensor, Tensor]:
+    # The query of every edge, and the row-major number of (start[x] + step · t) on axes of these sizes.
+    if isinstance(graph, GridGraph):
+        coordinates = graph.positions().unbind(1)
+    else:
+        coordinates = [_in_node_order(graph, torch.arange(graph.num_queries, device=graph.device))]
+    counts = [axis.count[x] for axis, x in zip(axes, coordinates)]
+    degree = math.prod(counts[1:], start=counts[0])
+    start, strides, stride = torch.zeros_like(degree), [], 1
+    for (first, step, size), x in zip(reversed(walks), reversed(coordinates)):
+        start = start + first[x] * stride
+        strides.append(step * stride)
+        stride = stride * size
+    queries = torch.arange(graph.num_queries, device=graph.device)
+    queries = queries.repeat_interleave(degree, output_size=graph.num_edges)
+    number = start[queries]
+    rank = torch.arange(graph.num_edges, device=graph.device)  # of the edge among those of its query
+    rank -= (degree.cumsum(0) - degree)[queries]
+    for count, stride in zip(reversed(counts[1:]), strides):
+        count = count[queries]
+        number.add_(rank % count, alpha=stride)
+        rank //= count
+    return queries, number.add_(rank, alpha=strides[-1])
+
+
+def _in_node_order(graph: _StructuredGraph, values: Tensor) -> Tensor:
+    # Values by coordinate, that is grouped by clique, brought to the order of the nodes.
+    return values if graph.order is None else torch.empty_like(values).index_copy_(0, graph.order, values)
+
+
+def _bounds(ptr: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    # Start and end of the sequence that each node is in.
+    sequence = torch.arange(ptr.numel() - 1, device=ptr.device)
+    sequence = sequence.repeat_interleave(ptr.diff(), output_size=num_nodes)
+    return ptr[sequence], ptr[sequence + 1]
+
+
+def _ragged(kind: type[_StructuredGraph], ptr: Tensor, **rule: Any) -> Any:
+    num_nodes = int(ptr[-1])
+    _check_count("the number of nodes, `ptr[-1]`,", num_nodes)
+    graph = _fill(
+        object.__new__(kind), num_queries=num_nodes, num_keys=num_nodes, device=ptr.device, ptr=ptr, **rule
+    )
+    return _fill(graph, num_edges=int(axis_intervals(graph)[0].count.sum()))
+
+
+def _fill(graph: Any, **values: Any) -> Any:
+    # Past the constructor, which checks, and past the frozen attributes.
+    for name, value in values.items():
+        object.__setattr__(graph, name, value)
+    return graph
+
+
+def _causal_radius(causal: bool) -> tuple[None, int | None]:
+    return None, 0 if causal else None
+
+
+def _checked_causal(causal: bool) -> bool:
+    if not isinstance(causal, bool):
+        raise TypeError(f"`causal` must be a bool, got {type(causal).__name__}.")
+    return causal
+
+
+def _checked_int(name: str, x: Any, least: int = 0) -> int:
+    _check_count(name, x, least)
+    return int(x)
+
+
+def _checked_radius(radius: Any) -> tuple[int | None, int | None]:
+    sides = radius if isinstance(radius, (tuple, list)) else (radius, radius)
+    if len(sides) != 2:
+        raise ValueError(f"`radius` must be an int, None or a pair (before, after), got {radius!r}.")
+    before, after = (None if side is None else _checked_int("`radius`", side) for side in sides)
+    return before, after
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"`shape` must be a tuple of ints, one for each axis, got {type(shape).__name__}.")
+    if not shape:
+        raise ValueError(f"`shape` must have at least one axis, got {shape!r}.")
+    shape = tuple(_checked_int(f"`shape[{a}]`", n, least=1) for a, n in enumerate(shape))
+    _check_count("the number of nodes in `shape`", math.prod(shape))
+    return shape
+
+
+def _per_axis(name: str, value: Any, shape: tuple[int, ...]) -> tuple:
+    entries = tuple(value) if isinstance(value, (tuple, list)) else (value,) * len(shape)
+    if len(entries) != len(shape):
+        raise ValueError(
+            f"`{name}` must be one for all axes, or a tuple with an entry for each of the {len(shape)} axes"
+            f" of `shape`, got {value!r}."
+        )
+    return entries
+
+
+def _checked_line(name: str, x: Any, shape: str) -> Tensor:
+    if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`{name}` must be a tensor of integers, got {got}.")
+    if x.dim() != 1:
+        raise ValueError(f"`{name}` must have shape {shape}, got {list(x.shape)}.")
+    return x.long()
+
+
+def _checked_ptr(ptr: Any) -> Tensor:
+    line = _checked_line("ptr", ptr, "[sequences + 1]")
+    if line.numel() == 0 or line[0] != 0 or (line[1:] < line[:-1]).any():
+        raise ValueError(
+            f"`ptr` must start at 0 and never fall: the start of each sequence, then the number of nodes."
+            f" Got {line.tolist() if line.numel() < 10 else f'{line[:10].tolist()}...'}."
+        )
+    return line.clone()
+
+
+def grid_blocks(
+    shape: Sequence[int], block: int | Sequence[int], *, shift: int | Sequence[int] = 0
+) -> Int[Tensor, " nodes"]:
+    """Cut a grid into blocks: for each cell the number of its block, labels for `CompleteGraph.from_batch`.
+
+    The windows of Swin (Liu et al., 2021). A shift moves the cuts by `shift` cells towards higher
+    coordinates; blocks that cross the border of the grid are cut off there, which is what Swin's cyclic shift
+    and its mask come to. O(num_nodes).
+
+    Args:
+        shape: cells along each axis; node numbers are row-major.
+        block: cells of a block along each axis, or one number for all; the last block may be smaller.
+        shift: 0 up to `block - 1`, for each axis or one number for all; Swin's is `block // 2`.
+
+    Returns:
+        int64 `[num_nodes]`, blocks numbered row-major from 0.
+
+    Raises:
+        ValueError: an axis has no cell, a block none, a shift is not in `[0, block)`, or there are more or
+            fewer of them than axes.
+        TypeError: one of these numbers is not an int.
+
+    Example:
+        >>> grid_blocks((2, 5), 2).view(2, 5).tolist()
+        [[0, 0, 1, 1, 2], [0, 0, 1, 1, 2]]
+        >>> grid_blocks((1, 5), (1, 2), shift=(0, 1)).tolist()
+        [0, 1, 1, 2, 2]
+    """
+    shape = _checked_shape(shape)
+    labels = torch.zeros((), dtype=torch.int64)
+    for n, width, start in zip(shape, _per_axis("block", block, shape), _per_axis("shift", shift, shape)):
+        _check_count("`block`", width, least=1)
+        _check_count("`shift`", start)
+        if start >= width:
+            raise ValueError(f"`shift` must be below `block`, got {start} and {width}.")
+        along = (torch.arange(n) - start) // width
+        along = along - along[0]
+        labels = labels.unsqueeze(-1) * (int(along[-1]) + 1) + along
+    return labels.flatten()
 
 
 def as_graph(
@@ -675,12 +1356,12 @@ def _check_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}. as_graph reads adjacencies.")
 
 
-def _check_count(name: str, count: int) -> None:
+def _check_count(name: str, count: Any, least: int = 0) -> None:
     if isinstance(count, bool) or not isinstance(count, (int, np.integer, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(count).__name__}.")
     # Compiled code must not branch on a size it does not know yet; there the operator checks when it runs.
-    if not torch.compiler.is_compiling() and not 0 <= count < _LIMIT:
-        raise ValueError(f"{name} must be at least 0 and below 2**31, got {count}.")
+    if not torch.compiler.is_compiling() and not least <= count < _LIMIT:
+        raise ValueError(f"{name} must be at least {least} and below 2**31, got {count}.")
 
 
 def _one_above(ids: Tensor) -> int:

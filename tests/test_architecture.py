@@ -53,6 +53,7 @@ def test_public_names():
     for name in graphattn.__all__:
         assert hasattr(graphattn, name), name
     assert {"graph_attention", "attention_weights", "Graph", "SparseGraph"} <= set(graphattn.__all__)
+    assert {"CompleteGraph", "WindowGraph", "GridGraph"} <= set(graphattn.__all__)
     assert {"as_graph", "union", "expander_graph", "global_graph", "accelerate", "nn"} <= set(
         graphattn.__all__
     )
