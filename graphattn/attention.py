@@ -43,7 +43,8 @@ def graph_attention(
     whose every score is -inf, gets exactly 0 with zero gradients. Scores and sums are float32 (float64 for
     float64 inputs), the same bits on every call and for any number of threads. Takes O(E · heads · dim) time
     and O(N · heads · dim + E) memory. Nothing per edge and head is kept for the backward pass; while it runs, one
-    number per edge and head is held for the gradient of a bias, two with edge features. Under autocast all
+    number per edge and head is held for the gradient of a bias of one row per edge, two with edge features, in the
+    place of their gradient where it has room. Under autocast all
     floating operands but float64 are cast to its dtype.
 
     With ``edge_attr`` e and ``edge_projection`` W the edge from j to i, head h, has key ``k_j + e_ij W_h``
