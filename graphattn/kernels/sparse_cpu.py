@@ -18,7 +18,7 @@ holds the digits that the first has no room for: a score of 1e6 leaves it few be
 row and has one order: no two threads write one place, and results do not depend on the number of threads.
 """
 
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (an intrinsic of graphattn.kernels.vector takes the typing context first, its callers do not pass it)
 import functools
 import itertools
@@ -914,7 +914,7 @@ class _Call:
             "pieces": rows.pieces.ctypes.data,
         }
         record = _record(np.float64 if self.wide == torch.float64 else np.float32)
-        return np.array([tuple([values.get(name, 0) for name in record.names])], record)
+        return np.array([tuple([values.get(name, 0) for name in record.names or ()])], record)
 
     def rows_of(self, rows: Rows, *shape: int) -> Tensor:
         """Room for the rows and the pieces of long rows: [batch, rows and pieces, ...]."""
