@@ -100,6 +100,7 @@ class Rows(NamedTuple):
 
 _function = njit(error_model="numpy")
 _inlined = njit(error_model="numpy", forceinline=True)
+_part = njit(error_model="numpy", inline="always")  # of a kernel: compiled with it, not before it
 
 
 def _kernel(function: Callable) -> Callable:
@@ -109,34 +110,28 @@ def _kernel(function: Callable) -> Callable:
         return njit(error_model="numpy", nogil=True)(function)
 
 
-@_inlined
-def _bounds(c, s):
-    """Edges of segment s: first, end."""
-    if s < c.num_rows:
-        at = pointer(c.row_pointer, np.int64(0))
-        return at[s], at[s + 1]
-    at = after(pointer(c.pieces, np.int64(0)), 3 * (s - c.num_rows))
-    return at[1], at[2]
-
-
 @_function
 def _block(c, s, done, stop, own, starts):
     """Choose the edges to work on next: several short rows, or a part of a long one, from its edge ``done`` on.
 
     Row r of the block is segment s + r and has the block's edges ``starts[r]`` to ``starts[r + 1]``; ``own[e]`` is the
-    row of edge e. Returns the number of rows, the first edge, the number of edges, and whether the row is complete.
+    row of edge e. Returns the number of rows, the first edge, the number of edges, whether the last row is complete.
     """
-    first, end = _bounds(c, s)
+    row_pointer, pieces = pointer(c.row_pointer, np.int64(0)), pointer(c.pieces, np.int64(0))
     starts[0] = 0
+    if s < c.num_rows:
+        first, end = row_pointer[s], row_pointer[s + 1]
+        if end - first > PIECE:  # its pieces have the edges
+            starts[1] = 0
+            return 1, first, 0, True
+    else:
+        first, end = pieces[3 * (s - c.num_rows) + 1], pieces[3 * (s - c.num_rows) + 2]
     if s >= c.num_rows or end - first > BLOCK:
         count = min(BLOCK, end - first - done)
-        if s < c.num_rows and end - first > PIECE:
-            count, done = 0, end - first  # its pieces have them
         for e in range(count):
             own[e] = 0
         starts[1] = count
         return 1, first + done, count, first + done + count == end
-    row_pointer = pointer(c.row_pointer, np.int64(0))
     last = min(stop, c.num_rows, s + BLOCK)
     count, row = 0, s
     while row < last and row_pointer[row + 1] - first <= BLOCK:
@@ -147,6 +142,33 @@ def _block(c, s, done, stop, own, starts):
         row += 1
         starts[row - s] = count
     return row - s, first, count, True
+
+
+@_part
+def _walk(work, c, L, D, Dv, jobs, counter, reals, integers):
+    """Take job after job and work through its rows, block after block.
+
+    ``place`` and ``at`` are where the first row of the block stands among rows, and among rows and pieces of rows.
+    """
+    own = pointer(integers, np.int32(0))
+    starts = after(own, BLOCK)
+    alone = after(starts, BLOCK + 1)  # row r is number r
+    pieces = pointer(c.pieces, np.int64(0))
+    job = take(pointer(counter, np.int64(0)))
+    while job < jobs.shape[0]:
+        for b in range(jobs[job, 0], jobs[job, 1]):
+            s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
+            while s < stop:
+                rows, first, count, complete = _block(c, s, done, stop, own, starts)
+                whole = s < c.num_rows
+                place = b * c.num_rows + (s if whole else pieces[3 * (s - c.num_rows)])
+                at = b * (c.num_rows + c.num_pieces) + s
+                work(
+                    c, L, D, Dv, pointer(reals, c.one), own, starts, alone, b, place, at, rows, first, count,
+                    done == 0, complete, whole,
+                )  # fmt: skip
+                s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
+        job = take(pointer(counter, np.int64(0)))
 
 
 @_inlined
@@ -167,36 +189,26 @@ def _dots(
     Head h starts at own_heads[h] and far_heads[h] in its row; if step >= 0, these are h * dim and h * step. On the way
     it asks for the far rows of the edges some places ahead, of which ``known`` are listed, in ``far`` and in ``also``.
     """
-    padded = (heads + 7) // 8 * 8
-    if step >= 0 and heads % 8 == 0 and dim == width(L):
-        for e in range(count):
-            if e + _AHEAD < known:
-                _ask(far, far_size, far_rows[e + _AHEAD])
-                _ask(also, also_size, far_rows[e + _AHEAD])
+    padded, even = (heads + 7) // 8 * 8, dim - dim % width(L)
+    by_eight = step >= 0 and heads % 8 == 0 and (dim == width(L) or (dim % 8 == 0 and width(L) == 8))
+    for e in range(count):
+        if e + _AHEAD < known:
+            _ask(far, far_size, far_rows[e + _AHEAD])
+            _ask(also, also_size, far_rows[e + _AHEAD])
+        a_row, b_row = after(own, own_rows[e] * own_size), after(far, far_rows[e] * far_size)
+        to = after(scores, e * padded)
+        if by_eight:
             for h in range(0, heads, 8):
-                a = after(own, own_rows[e] * own_size + h * width(L))
-                b = after(far, far_rows[e] * far_size + h * step)
-                eight = totals(
-                    load(a, 0, L) * load(b, 0, L),
-                    load(a, width(L), L) * load(b, step, L),
-                    load(a, 2 * width(L), L) * load(b, 2 * step, L),
-                    load(a, 3 * width(L), L) * load(b, 3 * step, L),
-                    load(a, 4 * width(L), L) * load(b, 4 * step, L),
-                    load(a, 5 * width(L), L) * load(b, 5 * step, L),
-                    load(a, 6 * width(L), L) * load(b, 6 * step, L),
-                    load(a, 7 * width(L), L) * load(b, 7 * step, L),
-                )
-                store(scores, e * padded + h, eight)
-    elif step >= 0 and heads % 8 == 0 and dim % width(L) == 0 and width(L) == 8:
-        for e in range(count):
-            if e + _AHEAD < known:
-                _ask(far, far_size, far_rows[e + _AHEAD])
-                _ask(also, also_size, far_rows[e + _AHEAD])
-            for h in range(0, heads, 8):
-                a = after(own, own_rows[e] * own_size + h * dim)
-                b = after(far, far_rows[e] * far_size + h * step)
-                s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zeros(own, L)
-                for k in range(0, dim, 8):
+                a, b = after(a_row, h * dim), after(b_row, h * step)
+                s0 = load(a, 0, L) * load(b, 0, L)
+                s1 = load(a, dim, L) * load(b, step, L)
+                s2 = load(a, 2 * dim, L) * load(b, 2 * step, L)
+                s3 = load(a, 3 * dim, L) * load(b, 3 * step, L)
+                s4 = load(a, 4 * dim, L) * load(b, 4 * step, L)
+                s5 = load(a, 5 * dim, L) * load(b, 5 * step, L)
+                s6 = load(a, 6 * dim, L) * load(b, 6 * step, L)
+                s7 = load(a, 7 * dim, L) * load(b, 7 * step, L)
+                for k in range(width(L), dim, width(L)):
                     s0 = s0 + load(a, k, L) * load(b, k, L)
                     s1 = s1 + load(a, dim + k, L) * load(b, step + k, L)
                     s2 = s2 + load(a, 2 * dim + k, L) * load(b, 2 * step + k, L)
@@ -205,23 +217,16 @@ def _dots(
                     s5 = s5 + load(a, 5 * dim + k, L) * load(b, 5 * step + k, L)
                     s6 = s6 + load(a, 6 * dim + k, L) * load(b, 6 * step + k, L)
                     s7 = s7 + load(a, 7 * dim + k, L) * load(b, 7 * step + k, L)
-                store(scores, e * padded + h, totals(s0, s1, s2, s3, s4, s5, s6, s7))
-    else:
-        even = dim - dim % width(L)
-        for e in range(count):
-            if e + _AHEAD < known:
-                _ask(far, far_size, far_rows[e + _AHEAD])
-                _ask(also, also_size, far_rows[e + _AHEAD])
+                store(to, h, totals(s0, s1, s2, s3, s4, s5, s6, s7))
+        else:
             for h in range(heads):
-                a = after(own, own_rows[e] * own_size + own_heads[h])
-                b = after(far, far_rows[e] * far_size + far_heads[h])
+                a, b = after(a_row, own_heads[h]), after(b_row, far_heads[h])
                 products = zeros(own, L)
                 for k in range(0, even, width(L)):
                     products = products + load(a, k, L) * load(b, k, L)
-                score = total(products)
+                to[h] = total(products)
                 for k in range(even, dim):
-                    score += a[k] * b[k]
-                scores[e * padded + h] = score
+                    to[h] += a[k] * b[k]
 
 
 @_function
@@ -231,9 +236,7 @@ def _sums(
     """sums[r, h] = Σ_e weights[e, h] · far[far_rows[e], h] over the edges of each row r of a block; += if not fresh."""
     padded = (heads + 7) // 8 * 8
     even = dim - dim % width(L)
-    four = (
-        heads - heads % 4 if width(L) <= 16 else 0
-    )  # heads that go four at a time: their sums fit the registers
+    four = heads - heads % 4 if width(L) <= 16 else 0  # go four at a time, as their sums fit the registers
     for r in range(num):
         begin, end = starts[r], starts[r + 1]
         to = after(sums, r * size)
@@ -339,122 +342,114 @@ def _clear(row, size):
         row[k] = 0
 
 
-@functools.cache
-def _forward_kernel(dim: int, vector: int) -> Callable:
-    """The kernel for dim numbers a head, or for any number (dim 0)."""
+@_part
+def _softmax(c, scores, state, extra, starts, at, place, rows, factor, fresh, complete, last):
+    """From the scores of a block to its weights, row by row, under the peak of the row so far.
 
-    @_kernel
-    def forward(calls, jobs, counter, reals, integers):
-        c, L, L8 = calls[0], lanes(vector), lanes(8)
-        D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
-        heads, F, num_rows, num_pieces = c.heads, c.features, c.num_rows, c.num_pieces
-        key_row, value_row = c.key_row, c.value_row
-        key_step = np.int64(-1 if c.grouped != 0 else D)
-        padded = (heads + 7) // 8 * 8
-        own, starts = pointer(integers, np.int32(0)), pointer(integers + 4 * BLOCK, np.int32(0))
-        scores = pointer(reals, c.one)
-        extra = after(scores, BLOCK * padded)
-        slopes = after(extra, BLOCK * padded)
-        peak = after(slopes, BLOCK * padded)  # of a row in several blocks, like norm
-        norm = after(peak, padded)
-        change = after(norm, padded)
-        head_starts = pointer(c.head_starts, np.int64(0))
-        key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
-        value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
-        shared = after(head_starts, 5 * heads)
-        other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
-        edge_attr, logits = pointer(c.edge_attr, c.one), pointer(c.logits, c.one)
-        lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
-        zero, one = zeros(scores, L8), splat(c.one, L8)
-        lowest, tiny = splat(np.finfo(c.scale).min, L8), splat(np.finfo(c.scale).tiny, L8)
-        modified = c.bias != 0 or c.softcap > 0
-        factor = one if modified else splat(c.scale, L8)
-        job = take(pointer(counter, np.int64(0)))
-        while job < jobs.shape[0]:
-            for b in range(jobs[job, 0], jobs[job, 1]):
-                key = after(pointer(c.key, c.one), b * c.num_far * key_row)
-                value = after(pointer(c.value, c.one), b * c.num_far * value_row)
-                s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
-                while s < stop:
-                    rows, first, count, complete = _block(c, s, done, stop, own, starts)
-                    i = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
-                    place, at = b * num_rows + i, b * (num_rows + num_pieces) + s
-                    fresh, last = done == 0, complete and s < num_rows
-                    nodes, edges = after(other, first), after(edge_id, first)
-                    known = c.num_edges - first
-                    query = after(pointer(c.query, c.one), place * heads * D)
-                    _dots(
-                        scores, query, heads * D, own, head_starts, key, key_row, nodes, key_heads, key_step,
-                        count, heads, D, L, known, value, value_row,
-                    )  # fmt: skip
-                    if F > 0:
-                        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
-                        _add_features(scores, extra, edge_query, own, edges, count, known, c)
-                    if modified:
-                        _modify(scores, slopes, edges, count, c)
-                    if c.logits != 0:
-                        for e in range(count):
-                            to = after(logits, (b * c.num_edges + edges[e]) * heads)
-                            for h in range(heads):
-                                to[h] = scores[e * padded + h] * (c.one if modified else c.scale)
-                    out = after(pointer(c.out, c.one), at * heads * Dv)
-                    aggregate = after(pointer(c.aggregate, c.one), at * heads * F)
-                    for r in range(rows):
-                        begin, end = starts[r], starts[r + 1]
-                        for h in range(0, padded, 8):
-                            old = lowest if fresh else load(peak, h, L8)
-                            top = old
-                            for e in range(begin, end):
-                                top = maximum(top, load(scores, e * padded + h, L8) * factor)
-                            sum = zero
-                            for e in range(begin, end):
-                                p = exp(load(scores, e * padded + h, L8) * factor - top)
-                                store(scores, e * padded + h, p)
-                                sum = sum + p
-                            if not fresh:
-                                rescale = exp(old - top)
-                                store(change, h, rescale)
-                                sum = load(norm, h, L8) * rescale + sum
-                            if last and fresh:
-                                inverse = one / maximum(tiny, sum)
-                                for e in range(begin, end):
-                                    store(scores, e * padded + h, load(scores, e * padded + h, L8) * inverse)
-                            store(peak, h, top)
-                            store(norm, h, sum)
-                            if complete and c.peak != 0:
-                                store(pointer(c.peak, c.one), (at + r) * padded + h, top)
-                                store(pointer(c.norm, c.one), (at + r) * padded + h, sum)
-                            if last:
-                                logarithm = log(sum)
-                                store(extra, h, top + logarithm)
-                                store(extra, padded + h, (top - (top + logarithm)) + logarithm)
-                                for k in range(h, min(h + 8, heads)):
-                                    lse[(place + r) * heads + k] = extra[k]
-                                    low = extra[padded + k]
-                                    lse_low[(place + r) * heads + k] = low if norm[k] > 0 else norm[k]
-                    if not fresh:
-                        _scale_row(out, heads, Dv, change)
-                        _scale_row(aggregate, heads, F, change)
-                    if c.drop_below > 0:
-                        _drop(scores, edges, b * c.num_edges, count, c)
-                    _sums(
-                        out, heads * Dv, out_heads, scores, value, value_row, nodes, value_heads, starts, rows,
-                        fresh, heads, Dv, L,
-                    )  # fmt: skip
-                    if F > 0:
-                        _sums(
-                            aggregate, heads * F, feature_heads, scores, edge_attr, F, edges, shared, starts, rows,
-                            fresh, heads, F, L8,
-                        )  # fmt: skip
-                    if last and not fresh:
-                        for h in range(0, padded, 8):
-                            store(change, h, one / maximum(tiny, load(norm, h, L8)))
-                        _scale_row(out, heads, Dv, change)
-                        _scale_row(aggregate, heads, F, change)
-                    s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
-            job = take(pointer(counter, np.int64(0)))
+    ``state`` carries the peak and norm of a row that has more blocks, and the factor that its sums shrink by. A row
+    that the block has all edges of gets its final weights. The last block of a row stores lse.
+    """
+    heads, padded, L = c.heads, (c.heads + 7) // 8 * 8, lanes(8)
+    peak, norm, change = state, after(state, padded), after(state, 2 * padded)
+    lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
+    one, lowest, tiny = splat(c.one, L), splat(np.finfo(c.one).min, L), splat(np.finfo(c.one).tiny, L)
+    for r in range(rows):
+        begin, end = starts[r], starts[r + 1]
+        for h in range(0, padded, 8):
+            old = lowest if fresh else load(peak, h, L)
+            top = old
+            for e in range(begin, end):
+                top = maximum(top, load(scores, e * padded + h, L) * factor)
+            sum = zeros(scores, L)
+            for e in range(begin, end):
+                p = exp(load(scores, e * padded + h, L) * factor - top)
+                store(scores, e * padded + h, p)
+                sum = sum + p
+            if not fresh:
+                rescale = exp(old - top)
+                store(change, h, rescale)
+                sum = load(norm, h, L) * rescale + sum
+            if last and fresh:
+                inverse = one / maximum(tiny, sum)
+                for e in range(begin, end):
+                    store(scores, e * padded + h, load(scores, e * padded + h, L) * inverse)
+            store(peak, h, top)
+            store(norm, h, sum)
+            if complete and c.peak != 0:
+                store(pointer(c.peak, c.one), (at + r) * padded + h, top)
+                store(pointer(c.norm, c.one), (at + r) * padded + h, sum)
+            if last:
+                logarithm = log(sum)
+                store(extra, h, top + logarithm)
+                store(extra, padded + h, (top - (top + logarithm)) + logarithm)
+                for k in range(h, min(h + 8, heads)):
+                    low = extra[padded + k]
+                    lse[(place + r) * heads + k] = extra[k]
+                    lse_low[(place + r) * heads + k] = low if norm[k] > 0 else norm[k]
 
-    return forward
+
+@_part
+def _forward_block(
+    c, L, D, Dv, reals, own, starts, alone, b, place, at, rows, first, count, fresh, complete, whole
+):  # fmt: skip
+    """The output, lse and aggregate of the rows of a block."""
+    heads, F, L8 = c.heads, c.features, lanes(8)
+    padded = (heads + 7) // 8 * 8
+    scores = reals
+    extra = after(scores, BLOCK * padded)
+    slopes = after(extra, BLOCK * padded)
+    state = after(slopes, BLOCK * padded)
+    change = after(state, 2 * padded)
+    head_starts = pointer(c.head_starts, np.int64(0))
+    key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
+    value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
+    shared = after(head_starts, 5 * heads)
+    nodes, edges = after(pointer(c.other, np.int32(0)), first), after(pointer(c.edge_id, np.int32(0)), first)
+    known, last = c.num_edges - first, complete and whole
+    query = after(pointer(c.query, c.one), place * heads * D)
+    key = after(pointer(c.key, c.one), b * c.num_far * c.key_row)
+    value = after(pointer(c.value, c.one), b * c.num_far * c.value_row)
+    edge_attr, logits = pointer(c.edge_attr, c.one), pointer(c.logits, c.one)
+    out = after(pointer(c.out, c.one), at * heads * Dv)
+    aggregate = after(pointer(c.aggregate, c.one), at * heads * F)
+    key_step = np.int64(-1 if c.grouped != 0 else D)
+    _dots(
+        scores, query, heads * D, own, head_starts, key, c.key_row, nodes, key_heads, key_step,
+        count, heads, D, L, known, value, c.value_row,
+    )  # fmt: skip
+    if F > 0:
+        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
+        _add_features(scores, extra, edge_query, own, edges, count, known, c)
+    factor = c.scale
+    if c.bias != 0 or c.softcap > 0:
+        _modify(scores, slopes, edges, count, c)
+        factor = c.one
+    if c.logits != 0:
+        for e in range(count):
+            to = after(logits, (b * c.num_edges + edges[e]) * heads)
+            for h in range(heads):
+                to[h] = scores[e * padded + h] * factor
+    _softmax(c, scores, state, extra, starts, at, place, rows, splat(factor, L8), fresh, complete, last)
+    if not fresh:
+        _scale_row(out, heads, Dv, change)
+        _scale_row(aggregate, heads, F, change)
+    if c.drop_below > 0:
+        _drop(scores, edges, b * c.num_edges, count, c)
+    _sums(
+        out, heads * Dv, out_heads, scores, value, c.value_row, nodes, value_heads, starts, rows,
+        fresh, heads, Dv, L,
+    )  # fmt: skip
+    if F > 0:
+        _sums(
+            aggregate, heads * F, feature_heads, scores, edge_attr, F, edges, shared, starts, rows,
+            fresh, heads, F, L8,
+        )  # fmt: skip
+    if last and not fresh:
+        tiny = splat(np.finfo(c.one).tiny, L8)
+        for h in range(0, padded, 8):
+            store(change, h, splat(c.one, L8) / maximum(tiny, load(state, padded + h, L8)))
+        _scale_row(out, heads, Dv, change)
+        _scale_row(aggregate, heads, F, change)
 
 
 @_function
@@ -492,203 +487,194 @@ def _chain(grads, slopes, count, c):
         store(grads, k, load(grads, k, L) * load(slopes, k, L) * splat(c.scale, L))
 
 
+@_part
+def _statistics(c, L, Dv, stat, deltas, extra, alone, grad_out, grad_aggregate, place, rows):
+    """What the weights and gradients of each row need beside its edges: lse, its low digits, δ."""
+    heads, F, padded = c.heads, c.features, (c.heads + 7) // 8 * 8
+    head_starts = pointer(c.head_starts, np.int64(0))
+    out_heads, feature_heads = after(head_starts, 2 * heads), after(head_starts, 4 * heads)
+    lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
+    out = after(pointer(c.out, c.one), place * heads * Dv)
+    _dots(
+        deltas, out, heads * Dv, alone, out_heads, grad_out, heads * Dv, alone, out_heads,
+        np.int64(Dv), rows, heads, Dv, L, np.int64(0), out, np.int64(0),
+    )  # fmt: skip
+    if F > 0:
+        aggregate = after(pointer(c.aggregate, c.one), place * heads * F)
+        _dots(
+            extra, aggregate, heads * F, alone, feature_heads, grad_aggregate, heads * F, alone, feature_heads,
+            F, rows, heads, F, lanes(8), np.int64(0), out, np.int64(0),
+        )  # fmt: skip
+    for r in range(rows):
+        row = after(stat, r * 3 * padded)
+        for h in range(heads):
+            delta, n = deltas[r * padded + h], (place + r) * heads + h
+            if c.grad_lse != 0:
+                delta -= pointer(c.grad_lse, c.one)[n]
+            if F > 0:
+                delta += extra[r * padded + h]
+            row[h], row[padded + h], row[2 * padded + h] = lse[n], lse_low[n], delta
+            if row[h] == -np.inf:  # no edge, or none that counts: weights and gradients 0
+                row[h] = np.inf
+                row[2 * padded + h] = 0
+
+
+@_part
+def _query_block(
+    c, L, D, Dv, reals, own, starts, alone, b, place, at, rows, first, count, fresh, complete, whole
+):  # fmt: skip
+    """The gradients of the queries of a block and of a bias, and the statistics of its rows."""
+    heads, F, L8 = c.heads, c.features, lanes(8)
+    padded = (heads + 7) // 8 * 8
+    scores = reals
+    grads = after(scores, BLOCK * padded)
+    slopes = after(grads, BLOCK * padded)
+    extra = after(slopes, BLOCK * padded)
+    stat = after(extra, BLOCK * padded)
+    head_starts = pointer(c.head_starts, np.int64(0))
+    key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
+    value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
+    shared = after(head_starts, 5 * heads)
+    nodes, edges = after(pointer(c.other, np.int32(0)), first), after(pointer(c.edge_id, np.int32(0)), first)
+    known = c.num_edges - first
+    query = after(pointer(c.query, c.one), place * heads * D)
+    key = after(pointer(c.key, c.one), b * c.num_far * c.key_row)
+    value = after(pointer(c.value, c.one), b * c.num_far * c.value_row)
+    edge_attr, pairs = pointer(c.edge_attr, c.one), pointer(c.pairs, c.one)
+    stats, grad_bias = pointer(c.stats, c.one), pointer(c.grad_bias, c.one)
+    grad_out = after(pointer(c.grad_out, c.one), place * heads * Dv)
+    grad_aggregate = after(pointer(c.grad_aggregate, c.one), place * heads * F)
+    grad_query = after(pointer(c.grad_query, c.one), at * heads * D)
+    grad_edge_query = after(pointer(c.grad_edge_query, c.one), at * heads * F)
+    key_step, value_step = np.int64(-1 if c.grouped != 0 else D), np.int64(-1 if c.grouped != 0 else Dv)
+    if fresh:
+        _statistics(c, L, Dv, stat, scores, extra, alone, grad_out, grad_aggregate, place, rows)
+        if whole:
+            for k in range(0, rows * 3 * padded, 8):
+                store(stats, place * 3 * padded + k, load(stat, k, L8))
+    _dots(
+        scores, query, heads * D, own, head_starts, key, c.key_row, nodes, key_heads, key_step,
+        count, heads, D, L, known, value, np.int64(0),
+    )  # fmt: skip
+    _dots(
+        grads, grad_out, heads * Dv, own, out_heads, value, c.value_row, nodes, value_heads, value_step,
+        count, heads, Dv, L, known, value, np.int64(0),
+    )  # fmt: skip
+    if F > 0:
+        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
+        _add_features(scores, extra, edge_query, own, edges, count, known, c)
+        _add_features(grads, extra, grad_aggregate, own, edges, count, known, c)
+    _grads(scores, grads, slopes, stat, own, edges, b, count, c)
+    if c.grad_bias != 0:
+        for e in range(count):
+            to = after(grad_bias, (edges[e] if c.grad_bias_by_edge != 0 else at + own[e]) * heads)
+            for h in range(heads):
+                to[h] += grads[e * padded + h]
+    if c.bias != 0 or c.softcap > 0:
+        _chain(grads, slopes, count, c)
+    if c.pairs != 0:
+        if c.drop_below > 0:
+            _drop(scores, edges, b * c.num_edges, count, c)
+        for e in range(count):
+            pair = after(pairs, edges[e] * c.pair_step)
+            for h in range(heads):
+                pair[h] = scores[e * padded + h]
+                pair[heads + h] = grads[e * padded + h]
+    _sums(
+        grad_query, heads * D, head_starts, grads, key, c.key_row, nodes, key_heads, starts, rows,
+        fresh, heads, D, L,
+    )  # fmt: skip
+    if F > 0:
+        _sums(
+            grad_edge_query, heads * F, feature_heads, grads, edge_attr, F, edges, shared, starts, rows,
+            fresh, heads, F, L8,
+        )  # fmt: skip
+
+
+@_part
+def _key_block(
+    c, L, D, Dv, reals, own, starts, alone, b, place, at, rows, first, count, fresh, complete, whole
+):  # fmt: skip
+    """The gradients of the keys and values of a block."""
+    heads, padded = c.heads, (c.heads + 7) // 8 * 8
+    scores = reals
+    grads = after(scores, BLOCK * padded)
+    slopes = after(grads, BLOCK * padded)
+    head_starts = pointer(c.head_starts, np.int64(0))
+    key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
+    value_heads = after(head_starts, 3 * heads)
+    nodes, edges = after(pointer(c.other, np.int32(0)), first), after(pointer(c.edge_id, np.int32(0)), first)
+    known = c.num_edges - first
+    query = after(pointer(c.query, c.one), b * c.num_far * heads * D)
+    key = after(pointer(c.key, c.one), place * c.key_row)
+    value = after(pointer(c.value, c.one), place * c.value_row)
+    grad_out = after(pointer(c.grad_out, c.one), b * c.num_far * heads * Dv)
+    stats = after(pointer(c.stats, c.one), b * c.num_far * 3 * padded)
+    grad_key = after(pointer(c.grad_key, c.one), at * c.key_row)
+    grad_value = after(pointer(c.grad_value, c.one), at * c.value_row)
+    pairs = pointer(c.pairs, c.one)
+    key_step, value_step = np.int64(-1 if c.grouped != 0 else D), np.int64(-1 if c.grouped != 0 else Dv)
+    if c.pairs != 0:
+        for e in range(count):
+            if e + _AHEAD < known:
+                _ask(pairs, c.pair_step, edges[e + _AHEAD])
+                _ask(query, heads * D, nodes[e + _AHEAD])
+                _ask(grad_out, heads * Dv, nodes[e + _AHEAD])
+            pair = after(pairs, edges[e] * c.pair_step)
+            for h in range(heads):
+                scores[e * padded + h] = pair[h]
+                grads[e * padded + h] = pair[heads + h]
+    else:
+        _dots(
+            scores, key, c.key_row, own, key_heads, query, heads * D, nodes, head_starts, key_step,
+            count, heads, D, L, known, stats, 3 * padded,
+        )  # fmt: skip
+        _dots(
+            grads, value, c.value_row, own, value_heads, grad_out, heads * Dv, nodes, out_heads, value_step,
+            count, heads, Dv, L, known, stats, np.int64(0),
+        )  # fmt: skip
+        _grads(scores, grads, slopes, stats, nodes, edges, b, count, c)
+        if c.bias != 0 or c.softcap > 0:
+            _chain(grads, slopes, count, c)
+        if c.drop_below > 0:
+            _drop(scores, edges, b * c.num_edges, count, c)
+    if fresh and c.grouped != 0:  # several query heads add to one place
+        _clear(grad_key, rows * c.key_row)
+        _clear(grad_value, rows * c.value_row)
+    fresh = fresh and c.grouped == 0
+    _sums(
+        grad_value, c.value_row, value_heads, scores, grad_out, heads * Dv, nodes, out_heads, starts, rows,
+        fresh, heads, Dv, L,
+    )  # fmt: skip
+    _sums(
+        grad_key, c.key_row, key_heads, grads, query, heads * D, nodes, head_starts, starts, rows,
+        fresh, heads, D, L,
+    )  # fmt: skip
+
+
 @functools.cache
-def _query_kernel(dim: int, vector: int) -> Callable:
-    """The backward kernel over the edges of each query: its gradients and those of a bias."""
+def _kernels(dim: int, vector: int) -> tuple[Callable, Callable, Callable]:
+    """Forward, backward by query, backward by key: for dim numbers a head, or for any number (dim 0)."""
+
+    @_kernel
+    def forward(calls, jobs, counter, reals, integers):
+        c = calls[0]
+        D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
+        _walk(_forward_block, c, lanes(vector), D, Dv, jobs, counter, reals, integers)
 
     @_kernel
     def backward_query(calls, jobs, counter, reals, integers):
-        c, L, L8 = calls[0], lanes(vector), lanes(8)
+        c = calls[0]
         D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
-        heads, F, num_rows, num_pieces = c.heads, c.features, c.num_rows, c.num_pieces
-        key_row, value_row = c.key_row, c.value_row
-        key_step, value_step = np.int64(-1 if c.grouped != 0 else D), np.int64(-1 if c.grouped != 0 else Dv)
-        padded = (heads + 7) // 8 * 8
-        own, starts = pointer(integers, np.int32(0)), pointer(integers + 4 * BLOCK, np.int32(0))
-        alone = pointer(integers + 4 * (2 * BLOCK + 1), np.int32(0))  # row r is number r
-        scores = pointer(reals, c.one)
-        grads = after(scores, BLOCK * padded)
-        slopes = after(grads, BLOCK * padded)
-        extra = after(slopes, BLOCK * padded)
-        stat = after(extra, BLOCK * padded)  # of each row: lse, its low digits, δ
-        head_starts = pointer(c.head_starts, np.int64(0))
-        key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
-        value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
-        shared = after(head_starts, 5 * heads)
-        other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
-        edge_attr, pairs = pointer(c.edge_attr, c.one), pointer(c.pairs, c.one)
-        lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
-        grad_lse = pointer(c.grad_lse, c.one)
-        stats, grad_bias = pointer(c.stats, c.one), pointer(c.grad_bias, c.one)
-        job = take(pointer(counter, np.int64(0)))
-        while job < jobs.shape[0]:
-            for b in range(jobs[job, 0], jobs[job, 1]):
-                key = after(pointer(c.key, c.one), b * c.num_far * key_row)
-                value = after(pointer(c.value, c.one), b * c.num_far * value_row)
-                s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
-                while s < stop:
-                    rows, first, count, complete = _block(c, s, done, stop, own, starts)
-                    i = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
-                    place, at = b * num_rows + i, b * (num_rows + num_pieces) + s
-                    nodes, edges = after(other, first), after(edge_id, first)
-                    known = c.num_edges - first
-                    grad_out = after(pointer(c.grad_out, c.one), place * heads * Dv)
-                    grad_aggregate = after(pointer(c.grad_aggregate, c.one), place * heads * F)
-                    if done == 0:
-                        out = after(pointer(c.out, c.one), place * heads * Dv)
-                        _dots(
-                            scores, out, heads * Dv, alone, out_heads, grad_out, heads * Dv, alone, out_heads,
-                            np.int64(Dv), rows, heads, Dv, L, np.int64(0), out, np.int64(0),
-                        )  # fmt: skip
-                        if F > 0:
-                            aggregate = after(pointer(c.aggregate, c.one), place * heads * F)
-                            _dots(
-                                extra, aggregate, heads * F, alone, feature_heads, grad_aggregate, heads * F, alone,
-                                feature_heads, F, rows, heads, F, L8, np.int64(0), out, np.int64(0),
-                            )  # fmt: skip
-                        for r in range(rows):
-                            row = after(stat, r * 3 * padded)
-                            for h in range(heads):
-                                delta = scores[r * padded + h]
-                                if c.grad_lse != 0:
-                                    delta -= grad_lse[(place + r) * heads + h]
-                                if F > 0:
-                                    delta += extra[r * padded + h]
-                                row[h] = lse[(place + r) * heads + h]
-                                row[padded + h] = lse_low[(place + r) * heads + h]
-                                row[2 * padded + h] = delta
-                                if row[h] == -np.inf:  # no edge, or none that counts: weights and gradients 0
-                                    row[h] = np.inf
-                                    row[2 * padded + h] = 0
-                        if s < num_rows:
-                            for k in range(0, rows * 3 * padded, 8):
-                                store(stats, place * 3 * padded + k, load(stat, k, L8))
-                    query = after(pointer(c.query, c.one), place * heads * D)
-                    _dots(
-                        scores, query, heads * D, own, head_starts, key, key_row, nodes, key_heads, key_step,
-                        count, heads, D, L, known, value, np.int64(0),
-                    )  # fmt: skip
-                    _dots(
-                        grads, grad_out, heads * Dv, own, out_heads, value, value_row, nodes, value_heads, value_step,
-                        count, heads, Dv, L, known, value, np.int64(0),
-                    )  # fmt: skip
-                    if F > 0:
-                        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
-                        _add_features(scores, extra, edge_query, own, edges, count, known, c)
-                        _add_features(grads, extra, grad_aggregate, own, edges, count, known, c)
-                    _grads(scores, grads, slopes, stat, own, edges, b, count, c)
-                    if c.grad_bias != 0:
-                        for e in range(count):
-                            to = after(
-                                grad_bias, (edges[e] if c.grad_bias_by_edge != 0 else at + own[e]) * heads
-                            )
-                            for h in range(heads):
-                                to[h] += grads[e * padded + h]
-                    if c.bias != 0 or c.softcap > 0:
-                        _chain(grads, slopes, count, c)
-                    if c.pairs != 0:
-                        if c.drop_below > 0:
-                            _drop(scores, edges, b * c.num_edges, count, c)
-                        for e in range(count):
-                            pair = after(pairs, edges[e] * c.pair_step)
-                            for h in range(heads):
-                                pair[h] = scores[e * padded + h]
-                                pair[heads + h] = grads[e * padded + h]
-                    fresh = done == 0
-                    _sums(
-                        after(pointer(c.grad_query, c.one), at * heads * D), heads * D, head_starts, grads, key,
-                        key_row, nodes, key_heads, starts, rows, fresh, heads, D, L,
-                    )  # fmt: skip
-                    if F > 0:
-                        _sums(
-                            after(pointer(c.grad_edge_query, c.one), at * heads * F), heads * F, feature_heads, grads,
-                            edge_attr, F, edges, shared, starts, rows, fresh, heads, F, L8,
-                        )  # fmt: skip
-                    s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
-            job = take(pointer(counter, np.int64(0)))
-
-    return backward_query
-
-
-@functools.cache
-def _key_kernel(dim: int, vector: int) -> Callable:
-    """The backward kernel over the edges of each key: the gradients of keys and values."""
+        _walk(_query_block, c, lanes(vector), D, Dv, jobs, counter, reals, integers)
 
     @_kernel
     def backward_key(calls, jobs, counter, reals, integers):
-        c, L = calls[0], lanes(vector)
+        c = calls[0]
         D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
-        heads, num_rows, num_pieces = c.heads, c.num_rows, c.num_pieces
-        key_row, value_row, grouped = c.key_row, c.value_row, c.grouped
-        key_step, value_step = np.int64(-1 if grouped != 0 else D), np.int64(-1 if grouped != 0 else Dv)
-        padded = (heads + 7) // 8 * 8
-        own, starts = pointer(integers, np.int32(0)), pointer(integers + 4 * BLOCK, np.int32(0))
-        scores = pointer(reals, c.one)
-        grads = after(scores, BLOCK * padded)
-        slopes = after(grads, BLOCK * padded)
-        head_starts = pointer(c.head_starts, np.int64(0))
-        key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
-        value_heads = after(head_starts, 3 * heads)
-        other, edge_id = pointer(c.other, np.int32(0)), pointer(c.edge_id, np.int32(0))
-        pairs = pointer(c.pairs, c.one)
-        job = take(pointer(counter, np.int64(0)))
-        while job < jobs.shape[0]:
-            for b in range(jobs[job, 0], jobs[job, 1]):
-                query = after(pointer(c.query, c.one), b * c.num_far * heads * D)
-                grad_out = after(pointer(c.grad_out, c.one), b * c.num_far * heads * Dv)
-                stats = after(pointer(c.stats, c.one), b * c.num_far * 3 * padded)
-                s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
-                while s < stop:
-                    rows, first, count, complete = _block(c, s, done, stop, own, starts)
-                    j = s if s < num_rows else pointer(c.pieces, np.int64(0))[3 * (s - num_rows)]
-                    place, at = b * num_rows + j, b * (num_rows + num_pieces) + s
-                    nodes, edges = after(other, first), after(edge_id, first)
-                    known = c.num_edges - first
-                    if c.pairs != 0:
-                        for e in range(count):
-                            if e + _AHEAD < known:
-                                _ask(pairs, c.pair_step, edges[e + _AHEAD])
-                                _ask(query, heads * D, nodes[e + _AHEAD])
-                                _ask(grad_out, heads * Dv, nodes[e + _AHEAD])
-                            pair = after(pairs, edges[e] * c.pair_step)
-                            for h in range(heads):
-                                scores[e * padded + h] = pair[h]
-                                grads[e * padded + h] = pair[heads + h]
-                    else:
-                        _dots(
-                            scores, after(pointer(c.key, c.one), place * key_row), key_row, own, key_heads,
-                            query, heads * D, nodes, head_starts, key_step, count, heads, D, L, known,
-                            stats, 3 * padded,
-                        )  # fmt: skip
-                        _dots(
-                            grads, after(pointer(c.value, c.one), place * value_row), value_row, own, value_heads,
-                            grad_out, heads * Dv, nodes, out_heads, value_step, count, heads, Dv, L, known, stats,
-                            np.int64(0),
-                        )  # fmt: skip
-                        _grads(scores, grads, slopes, stats, nodes, edges, b, count, c)
-                        if c.bias != 0 or c.softcap > 0:
-                            _chain(grads, slopes, count, c)
-                        if c.drop_below > 0:
-                            _drop(scores, edges, b * c.num_edges, count, c)
-                    grad_key = after(pointer(c.grad_key, c.one), at * key_row)
-                    grad_value = after(pointer(c.grad_value, c.one), at * value_row)
-                    fresh = done == 0
-                    if grouped != 0 and fresh:  # several query heads add to one place
-                        _clear(grad_key, rows * key_row)
-                        _clear(grad_value, rows * value_row)
-                        fresh = False
-                    _sums(
-                        grad_value, value_row, value_heads, scores, grad_out, heads * Dv, nodes, out_heads, starts,
-                        rows, fresh, heads, Dv, L,
-                    )  # fmt: skip
-                    _sums(
-                        grad_key, key_row, key_heads, grads, query, heads * D, nodes, head_starts, starts, rows,
-                        fresh, heads, D, L,
-                    )  # fmt: skip
-                    s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
-            job = take(pointer(counter, np.int64(0)))
+        _walk(_key_block, c, lanes(vector), D, Dv, jobs, counter, reals, integers)
 
-    return backward_key
+    return forward, backward_query, backward_key
 
 
 @_kernel
@@ -860,7 +846,7 @@ class _Call:
         self.features = 0 if edge_attr is None else edge_attr.size(1)
         self.padded = -(-self.heads // 8) * 8
         fixed = self.dim if self.dim == self.value_dim and self.dim in _FIXED_DIMS else 0
-        self.kernel = (fixed, min(fixed, 64) if fixed else 8)
+        self.kernels = _kernels(fixed, min(fixed, 64) if fixed else 8)
         self.work_per_edge = self.heads * (self.dim + self.value_dim + self.features)
         starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
         self.values: dict = {}
@@ -940,7 +926,7 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call.fill(peak=peak, norm=norm)
     if call.batch:
         jobs = _jobs(rows, call.batch, call.work_per_edge)
-        _run(_forward_kernel(*call.kernel), call.over(rows, call.num_keys), jobs)
+        _run(call.kernels[0], call.over(rows, call.num_keys), jobs)
         if rows.pieces.shape[0]:
             peak, norm, *sums = (x.numpy() for x in (peak[..., :H], norm[..., :H], out, aggregate))
             _merge_weighted(rows, peak, norm, lse.numpy(), lse_low.numpy(), sums)
@@ -1009,8 +995,8 @@ def backward(
     grad_edge_attr = pairs[:, :F] if call.batch == 1 else torch.zeros(pairs.size(0), F, dtype=call.wide)
     for b in range(1 if together else call.batch):
         at = np.array([b, b, 0, 0])
-        _run(_query_kernel(*call.kernel), by_row, query_jobs + at)
-        _run(_key_kernel(*call.kernel), by_column, key_jobs + at)
+        _run(call.kernels[1], by_row, query_jobs + at)
+        _run(call.kernels[2], by_column, key_jobs + at)
         if F:
             _run(_edge_kernel, by_row, _jobs(rows, 1, H * F) + at)
         if call.batch > 1:
