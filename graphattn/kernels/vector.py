@@ -6,6 +6,7 @@ machine has, so a vector of 64 lanes is eight AVX registers, or sixteen NEON one
 type holds the number, so that functions handed it are compiled for that number.
 """
 
+import functools
 import math
 import operator
 
@@ -229,12 +230,24 @@ def totals(typingctx, a, b, c, d, e, f, g, h):
     return Vector(a.dtype, 8)(a, b, c, d, e, f, g, h), codegen
 
 
-# 1.5 · 2^mantissa bits, ln 2 in a short and a small part, terms of the series, lowest argument, mantissa
-# bits, exponent bias
-_EXP = {
-    types.float32: (12582912.0, 0.693359375, -2.12194440e-4, 7, -87.0, 23, 127),
-    types.float64: (6755399441055744.0, 0.693145751953125, 1.42860682030941723e-6, 13, -708.0, 52, 1023),
+# Of a floating type: 1.5 · 2^mantissa bits, ln 2 in a short and a small part, terms of the series of exp and of log,
+# lowest argument of exp, mantissa bits, exponent bias.
+_FLOAT = {
+    types.float32: (12582912.0, 0.693359375, -2.12194440e-4, 7, 5, -87.0, 23, 127),
+    types.float64: (6755399441055744.0, 0.693145751953125, 1.42860682030941723e-6, 13, 11, -708.0, 52, 1023),
 }
+
+
+def _constant(kind, value):
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _fused(builder, a, b, c):
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+def _integers(kind) -> ir.VectorType:
+    return ir.VectorType(ir.IntType(32 if kind.element == ir.FloatType() else 64), kind.count)
 
 
 @intrinsic
@@ -244,27 +257,20 @@ def exp(typingctx, x):
     e^x = 2^k e^r with k = round(x / ln 2), so |r| <= ln 2 / 2, where a short Taylor series is exact. Adding
     1.5 · 2^23 (float32) leaves k in the low bits of the sum, from where it moves to the exponent.
     """
-    magic, log2_high, log2_low, terms, lowest, mantissa, exponent_bias = _EXP[x.dtype]
+    magic, ln2_high, ln2_low, terms, _, lowest, mantissa, exponent_bias = _FLOAT[x.dtype]
 
     def codegen(context, builder, sig, args):
-        kind = args[0].type
-        integers = ir.VectorType(ir.IntType(x.dtype.bitwidth), x.lanes)
-
-        def constant(value, kind=kind):
-            return ir.Constant(kind, [value] * x.lanes)
-
-        def fused(a, b, c):
-            return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
+        kind, integers = args[0].type, _integers(args[0].type)
+        constant, fused = functools.partial(_constant, kind), functools.partial(_fused, builder)
         shifted = fused(args[0], constant(1 / math.log(2)), constant(magic))
         k = builder.fsub(shifted, constant(magic))
-        r = fused(k, constant(-log2_high), args[0])
-        r = fused(k, constant(-log2_low), r)
+        r = fused(k, constant(-ln2_high), args[0])
+        r = fused(k, constant(-ln2_low), r)
         series = constant(1 / math.factorial(terms))
         for n in range(terms - 1, -1, -1):
             series = fused(series, r, constant(1 / math.factorial(n)))
-        exponent = builder.add(builder.bitcast(shifted, integers), constant(exponent_bias, integers))
-        power = builder.bitcast(builder.shl(exponent, constant(mantissa, integers)), kind)
+        exponent = builder.add(builder.bitcast(shifted, integers), _constant(integers, exponent_bias))
+        power = builder.bitcast(builder.shl(exponent, _constant(integers, mantissa)), kind)
         tiny = builder.fcmp_ordered("<", args[0], constant(lowest))
         return builder.select(tiny, constant(0.0), builder.fmul(series, power))
 
@@ -277,24 +283,17 @@ def log(typingctx, x):
 
     x = 2^k m with m between √½ and √2, and ln m = 2 artanh t = 2 (t + t^3 / 3 + ...) with t = (m - 1) / (m + 1).
     """
-    _, ln2_high, ln2_low, _, _, mantissa, exponent_bias = _EXP[x.dtype]
-    terms = 5 if x.dtype == types.float32 else 11
+    _, ln2_high, ln2_low, _, terms, _, mantissa, exponent_bias = _FLOAT[x.dtype]
 
     def codegen(context, builder, sig, args):
-        kind = args[0].type
-        integers = ir.VectorType(ir.IntType(x.dtype.bitwidth), x.lanes)
-
-        def constant(value, kind=kind):
-            return ir.Constant(kind, [value] * x.lanes)
-
-        def fused(a, b, c):
-            return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
-        # The distance to the bits of √½ tells the power of 2: the exponent field carries into the next there.
-        root_half = exponent_bias * 2**mantissa - (2**mantissa - int((math.sqrt(2) - 1) * 2**mantissa))
+        kind, integers = args[0].type, _integers(args[0].type)
+        constant, fused = functools.partial(_constant, kind), functools.partial(_fused, builder)
+        # From the bits of √½ on, the exponent field of the difference counts the powers of 2.
+        root_half = (exponent_bias - 1) * 2**mantissa + int((math.sqrt(2) - 1) * 2**mantissa)
         bits = builder.bitcast(args[0], integers)
-        k = builder.ashr(builder.sub(bits, constant(root_half, integers)), constant(mantissa, integers))
-        m = builder.bitcast(builder.sub(bits, builder.shl(k, constant(mantissa, integers))), kind)
+        power = _constant(integers, mantissa)
+        k = builder.ashr(builder.sub(bits, _constant(integers, root_half)), power)
+        m = builder.bitcast(builder.sub(bits, builder.shl(k, power)), kind)
         k = builder.sitofp(k, kind)
         t = builder.fdiv(builder.fsub(m, constant(1.0)), builder.fadd(m, constant(1.0)))
         square = builder.fmul(t, t)
