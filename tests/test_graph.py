@@ -14,6 +14,7 @@ import torch_geometric
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader
 from torch_geometric.data import Batch, Data, HeteroData
 
@@ -923,17 +924,18 @@ def saved_and_loaded(graph):
     return torch.load(file)
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [
-        copy.copy,
-        copy.deepcopy,
-        lambda graph: pickle.loads(pickle.dumps(graph)),
-        saved_and_loaded,
-        lambda graph: graph.to("cpu"),
-        lambda graph: torch.utils._pytree.tree_map(torch.clone, graph),
-    ],
-)
+COPIES = [
+    copy.copy,
+    copy.deepcopy,
+    lambda graph: pickle.loads(pickle.dumps(graph)),
+    saved_and_loaded,
+    lambda graph: graph.to("cpu"),
+    lambda graph: tree_unflatten(*tree_flatten(graph)),
+    lambda graph: tree_map_only(torch.Tensor, torch.clone, graph),
+]
+
+
+@pytest.mark.parametrize("copied", COPIES)
 def test_copies(copied):
     graph = SparseGraph.from_edge_index(random_edges(6, 5, 20), size=(6, 5))
     assert type(copied(graph)) is SparseGraph

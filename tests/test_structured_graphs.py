@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 import math
-import pickle
 
 import networkx
 import numpy as np
@@ -14,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from torch_geometric.data import Batch, Data
 
 from graphattn import CompleteGraph, Graph, GridGraph, SparseGraph, WindowGraph, as_graph, union
 from graphattn.graph import axis_intervals, grid_blocks
+from tests.test_graph import COPIES
 
 
 def line_cells(p, low, end, before, after, dilation):
@@ -452,26 +452,8 @@ def assert_same(one, other):
     assert one.to_edge_index().equal(other.to_edge_index()) and one.slots().equal(other.slots())
 
 
-def saved_and_loaded(graph):
-    file = io.BytesIO()
-    torch.save(graph, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 @each_kind
-@pytest.mark.parametrize(
-    "copied",
-    [
-        copy.copy,
-        copy.deepcopy,
-        lambda graph: pickle.loads(pickle.dumps(graph)),
-        saved_and_loaded,
-        lambda graph: graph.to("cpu"),
-        lambda graph: tree_unflatten(*tree_flatten(graph)),
-        lambda graph: tree_map_only(torch.Tensor, torch.clone, graph),
-    ],
-)
+@pytest.mark.parametrize("copied", COPIES)
 def test_copies(graph, copied):
     assert_same(copied(graph), graph)
 
