@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING, NoReturn
 
@@ -172,18 +171,11 @@ def _attend(
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout_p > 0.0 else None
     match graph:
         case SparseGraph():
-            edge_query = None
-            if edge_projection is not None:
-                # A query without an edge may hold NaN, and 0 · NaN would reach the projection's gradient.
-                idle = (graph.rowptr.diff() == 0).view(-1, 1, 1)
-                edge_query = _contract("bnhd,hfd->bnhf", query.masked_fill(idle, 0.0), edge_projection)
-            out, lse, _, aggregate, weights = sparse_attention(
+            out, lse, weights = sparse_attention(
                 query, key, value,
                 graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
-                bias, edge_attr, edge_query, seed, scale, softcap, dropout_p, return_weights,
+                bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
             )  # fmt: skip
-            if edge_projection is not None and not return_weights:
-                out = out + _contract("bnhf,hfd->bnhd", aggregate, edge_projection)
         case _:
             raise NotImplementedError(
                 f"graph_attention has no kernel for {type(graph).__name__}. Use graph.to_sparse()."
@@ -193,14 +185,6 @@ def _attend(
     if return_weights:
         weights = weights.view(*leading, *weights.shape[1:])
     return out, lse, weights
-
-
-def _contract(equation: str, x: Tensor, projection: Tensor) -> Tensor:
-    """einsum in the precision of the scores."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    kind = x.device.type
-    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
-        return torch.einsum(equation, x.to(wide), projection.to(wide))
 
 
 def _one_dtype(operands: dict, graph: Graph) -> dict:

@@ -140,8 +140,7 @@ def operator_arguments(everything: bool, return_weights: bool, dtype: torch.dtyp
     nodes = [operands[name].detach().unsqueeze(0).requires_grad_() for name in ("query", "key", "value")]
     if not everything:
         return (*nodes, *indices, None, None, None, None, 0.5, 0.0, 0.0, return_weights)
-    edge_query = torch.randn(1, 20, 4, 3, dtype=dtype, requires_grad=True)
-    options = (operands["bias"], operands["edge_attr"], edge_query, torch.tensor([5]))
+    options = (*(operands[name] for name in ("bias", "edge_attr", "edge_projection")), torch.tensor([5]))
     return (*nodes, *indices, *options, 0.5, 2.0, 0.25, return_weights)
 
 
@@ -154,7 +153,7 @@ def test_opcheck(everything, return_weights, dtype):
     torch.library.opcheck(torch.ops.graphattn.sparse_attention.default, arguments)
     outputs = [x.detach() for x in torch.ops.graphattn.sparse_attention.default(*arguments)]
     detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    grads = [torch.randn_like(outputs[i]) for i in (0, 1, 3, 4)]  # of all but lse_low
+    grads = [torch.randn_like(outputs[i]) for i in (0, 1, 4)]  # of all that has one
     backward = (*grads, *outputs, *detached)
     torch.library.opcheck(torch.ops.graphattn.sparse_attention_backward.default, backward)
 

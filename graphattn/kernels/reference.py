@@ -2,14 +2,13 @@
 
 For an edge from key j to query i, head h:
 
-    s_ij = softcap(scale · (q_i·k_j + w_i·e_ij)) + b_ij        softcap_c(s) = c · tanh(s / c)
+    s_ij = softcap(scale · q_i·(k_j + e_ij W)) + b_ij        softcap_c(s) = c · tanh(s / c)
     p_ij = exp(s_ij) / Σ_j exp(s_ij),   lse_i = log Σ_j exp(s_ij)
-    out_i = Σ_j z_ij p_ij v_j,   aggregate_i = Σ_j z_ij p_ij e_ij
+    out_i = Σ_j z_ij p_ij (v_j + e_ij W)
 
-with the edge features e_ij seen through one vector w_i per query and head (``edge_query``), and the dropout
-factor z_ij, 0 or 1 / (1 - dropout_p). It lists every edge and is as slow as that sounds: it is the oracle of
-the tests and, because PyTorch can differentiate it any number of times, the formula behind second
-derivatives.
+with the edge features e_ij and their projection W, and the dropout factor z_ij, 0 or 1 / (1 - dropout_p). It
+lists every edge and is as slow as that sounds: it is the oracle of the tests and, because PyTorch can
+differentiate it any number of times, the formula behind second derivatives.
 """
 
 import torch
@@ -46,12 +45,12 @@ def sparse_attention(
     edge_id: Tensor,
     bias: Tensor | None,
     edge_attr: Tensor | None,
-    edge_query: Tensor | None,
+    edge_projection: Tensor | None,
     seed: Tensor | None,
     scale: float,
     softcap: float,
     dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attend over the listed edges.
 
     Args:
@@ -60,14 +59,13 @@ def sparse_attention(
         rowptr, col, edge_id: the graph by query: edge ``rowptr[i] <= t < rowptr[i + 1]`` of query i comes
             from key ``col[t]`` and has the number ``edge_id[t]`` in every per-edge tensor.
         bias: ``[E or 1, H or 1]``.
-        edge_attr, edge_query: ``[E, F]`` and ``[B, Nq, H, F]``.
+        edge_attr, edge_projection: ``[E, F]`` and ``[H, F, D]``; not added to values of no dim.
         seed: int64 ``[1]``, read where dropout_p > 0.
         softcap: 0 for none.
 
     Returns:
-        out ``[B, Nq, H, Dv]``, lse ``[B, Nq, H]``, aggregate ``[B, Nq, H, F]`` (F = 0 without features) and
-        weights ``[B, E, H]`` before dropout, in the order of the edge numbers; all float32, or float64 for
-        float64 inputs.
+        out ``[B, Nq, H, Dv]``, lse ``[B, Nq, H]`` and weights ``[B, E, H]`` before dropout, in the order of
+        the edge numbers; all float32, or float64 for float64 inputs.
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
@@ -78,11 +76,12 @@ def sparse_attention(
     key_j = key[:, col].repeat_interleave(group, dim=2)
     value_j = value[:, col].repeat_interleave(group, dim=2)
 
-    score = (query[:, row] * key_j).sum(-1)
-    if edge_attr is not None and edge_query is not None:
-        features = edge_attr.to(wide)[edge_id].unsqueeze(1)
-        score = score + (edge_query.to(wide)[:, row] * features).sum(-1)
-    score = score * scale
+    if edge_attr is not None and edge_projection is not None:
+        term = torch.einsum("ef,hfd->ehd", edge_attr.to(wide)[edge_id], edge_projection.to(wide))
+        key_j = key_j + term
+        value_j = value_j + term if value.size(-1) else value_j
+
+    score = (query[:, row] * key_j).sum(-1) * scale
     if softcap:
         score = softcap * torch.tanh(score / softcap)
     if bias is not None:
@@ -105,10 +104,5 @@ def sparse_attention(
         kept = weight * dropout_factors(seed, edge_id, batch, heads, dropout_p).to(wide)
     out = value.new_zeros(batch, num_queries, heads, value.size(-1))
     out = out.index_add(1, row, kept.unsqueeze(-1) * value_j)
-    if edge_attr is not None:
-        aggregate = out.new_zeros(batch, num_queries, heads, edge_attr.size(1))
-        aggregate = aggregate.index_add(1, row, kept.unsqueeze(-1) * features)
-    else:
-        aggregate = out.new_zeros(batch, num_queries, heads, 0)
     weights = torch.zeros_like(weight).index_copy(1, edge_id, weight)
-    return out, lse, aggregate, weights
+    return out, lse, weights

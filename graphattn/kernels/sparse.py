@@ -16,7 +16,7 @@ from graphattn.kernels import reference
 # The indices of a graph, by query and by key (see graphattn.graph.SparseGraph).
 _GRAPH = "Tensor rowptr, Tensor col, Tensor edge_id, Tensor colptr, Tensor row, Tensor edge_id_t"
 _OPTIONS = (
-    "Tensor? bias, Tensor? edge_attr, Tensor? edge_query, Tensor? seed,"
+    "Tensor? bias, Tensor? edge_attr, Tensor? edge_projection, Tensor? seed,"
     " float scale, float softcap, float dropout_p, bool return_weights"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_GRAPH}, {_OPTIONS}"
@@ -24,28 +24,29 @@ _INPUTS = f"Tensor query, Tensor key, Tensor value, {_GRAPH}, {_OPTIONS}"
 # would be wrong when they are computed again.
 _OUTPUTS = "Tensor out, Tensor lse, Tensor lse_low, Tensor aggregate, Tensor weights"
 # A gradient of another shape than its output, in fact an empty one, is not there.
-_GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_aggregate, Tensor grad_weights"
+_GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_weights"
 
 _library = torch.library.Library("graphattn", "FRAGMENT")
 _library.define(f"sparse_attention({_INPUTS}) -> ({_OUTPUTS})", tags=[torch.Tag.pt2_compliant_tag])
 _library.define(
     f"sparse_attention_backward({_GRADS}, {_OUTPUTS}, {_INPUTS}) -> (Tensor grad_query, Tensor grad_key,"
-    " Tensor grad_value, Tensor grad_bias, Tensor grad_edge_attr, Tensor grad_edge_query)",
+    " Tensor grad_value, Tensor grad_bias, Tensor grad_edge_attr, Tensor grad_edge_projection)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _forward = torch.ops.graphattn.sparse_attention.default
 _backward = torch.ops.graphattn.sparse_attention_backward.default
 
-_FLOATING = (0, 1, 2, 9, 10, 11)  # query, key, value, bias, edge_attr, edge_query among the inputs
+_FLOATING = (0, 1, 2, 9, 10, 11)  # query, key, value, bias, edge_attr, edge_projection among the inputs
 
 
-def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Attend over the edges of a graph: the schema above, the meaning of `reference.sparse_attention`.
 
     Takes the indices by query and by key, and ``return_weights``; without it ``weights`` is empty. The
     outputs are float32, or float64 for float64 inputs. Differentiable in reverse mode, twice in eager mode.
     """
-    return _forward(*inputs)
+    out, lse, _, _, weights = _forward(*inputs)
+    return out, lse, weights
 
 
 def _wide(query: Tensor) -> torch.dtype:
@@ -83,7 +84,7 @@ def _forward_fake(query, key, value, *rest):
 
 @torch.library.register_fake("graphattn::sparse_attention_backward", lib=_library)
 def _backward_fake(*arguments):
-    inputs = arguments[9:]
+    inputs = arguments[8:]
     return tuple(
         inputs[0].new_empty(0)
         if inputs[i] is None
@@ -94,16 +95,15 @@ def _backward_fake(*arguments):
 
 def _forward_vmap(info, in_dims, *inputs):
     """A mapped dimension of features is one more leading dimension; graph and options are shared."""
-    if any(d is not None for i, d in enumerate(in_dims) if i not in (0, 1, 2, 11)):
+    if any(d is not None for d in in_dims[3:]):
         raise NotImplementedError(
             "graph_attention's sparse kernel maps over query, key and value alone under vmap; the graph,"
-            " bias, edge_attr and dropout seed are shared. Call it in a loop for the others."
+            " bias, edge features and dropout seed are shared. Call it in a loop for the others."
         )
     inputs = list(inputs)
-    for i in (0, 1, 2, 11):
-        if inputs[i] is not None:
-            moved = inputs[i].unsqueeze(0) if in_dims[i] is None else inputs[i].movedim(in_dims[i], 0)
-            inputs[i] = moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1)
+    for i in range(3):
+        moved = inputs[i].unsqueeze(0) if in_dims[i] is None else inputs[i].movedim(in_dims[i], 0)
+        inputs[i] = moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1)
     outputs = _forward(*inputs)
     mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:4])]
     return (*mapped, *outputs[len(mapped) :]), tuple([0] * len(mapped) + [None] * (5 - len(mapped)))
@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             outputs = _forward(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(outputs[2])
+        ctx.mark_non_differentiable(*outputs[2:4])
         ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*outputs, *(x if isinstance(x, Tensor) else None for x in inputs))
         return outputs
@@ -141,7 +141,7 @@ class _Attention(torch.autograd.Function):
         outputs, tensors = saved[:5], saved[5:]
         inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
         grads = [x.new_empty(0) if grad is None else grad for grad, x in zip(grads, outputs)]
-        del grads[2]  # lse_low is a remainder
+        del grads[2:4]  # lse_low is a remainder, aggregate for the backward pass alone
         grads = _backward(*grads, *outputs, *inputs)
         return tuple(_spread([grad for i, grad in zip(_FLOATING, grads) if inputs[i] is not None], inputs))
 
@@ -164,7 +164,7 @@ class _AttentionBackward(torch.autograd.Function):
         arguments: list[Any] = [
             rest if tensor is None else tensor for tensor, rest in zip(ctx.saved_tensors, ctx.rest)
         ]
-        grads, given = arguments[:4], arguments[9:]
+        grads, given = arguments[:3], arguments[8:]
         create_graph = torch.is_grad_enabled()
 
         def alone(x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class _AttentionBackward(torch.autograd.Function):
         second = torch.autograd.grad(
             first, [*grads, *floating], seeds, create_graph=create_graph, materialize_grads=True
         )
-        return *second[:4], *[None] * 5, *_spread(second[4:], inputs)
+        return *second[:3], *[None] * 5, *_spread(second[3:], inputs)
 
     @staticmethod
     def jvp(ctx, *tangents):

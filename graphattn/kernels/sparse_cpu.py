@@ -67,9 +67,8 @@ _NUMBERS = (
 )  # fmt: skip
 _ADDRESSES = (
     "row_pointer", "other", "edge_id", "pieces", "head_starts", "query", "key", "value", "bias", "edge_attr",
-    "edge_query", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out", "grad_lse",
-    "grad_aggregate", "grad_weights", "stats", "pairs", "grad_query", "grad_edge_query", "grad_bias",
-    "grad_key", "grad_value",
+    "projection", "transposed", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out", "grad_lse",
+    "grad_weights", "stats", "pairs", "grad_query", "grad_sums", "grad_bias", "grad_key", "grad_value",
 )  # fmt: skip
 _RANDOM = ("seed", "drop_below")  # draws of 53 bits below drop_below drop a weight
 _FACTORS = ("scale", "softcap", "kept", "one")  # kept: factor of the weights that dropout keeps
@@ -330,6 +329,41 @@ def _add_features(scores, extra, own, own_rows, edges, count, known, c):
 
 
 @_function
+def _map(to, x, matrices, rows, heads, inner, outer, add):
+    """to[r, h] = x[r, h] @ matrices[h] for the rows of a block, with matrices [heads, inner, outer]; += if add."""
+    L, even = lanes(8), outer - outer % 8
+    for h in range(heads):
+        matrix = after(matrices, h * inner * outer)
+        for r in range(0, rows, 4):  # the last row stands in for those there are not, and is written again
+            r1, r2, r3 = min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
+            x0, x1 = after(x, (r * heads + h) * inner), after(x, (r1 * heads + h) * inner)
+            x2, x3 = after(x, (r2 * heads + h) * inner), after(x, (r3 * heads + h) * inner)
+            to0, to1 = after(to, (r * heads + h) * outer), after(to, (r1 * heads + h) * outer)
+            to2, to3 = after(to, (r2 * heads + h) * outer), after(to, (r3 * heads + h) * outer)
+            for k in range(0, even, 8):
+                s0 = s1 = s2 = s3 = zeros(to, L)
+                if add:
+                    s0, s1, s2, s3 = load(to0, k, L), load(to1, k, L), load(to2, k, L), load(to3, k, L)
+                for i in range(inner):
+                    column = load(matrix, i * outer + k, L)
+                    s0 = s0 + splat(x0[i], L) * column
+                    s1 = s1 + splat(x1[i], L) * column
+                    s2 = s2 + splat(x2[i], L) * column
+                    s3 = s3 + splat(x3[i], L) * column
+                store(to0, k, s0)
+                store(to1, k, s1)
+                store(to2, k, s2)
+                store(to3, k, s3)
+        for k in range(even, outer):
+            for r in range(rows):
+                at = (r * heads + h) * outer + k
+                sum = to[at] if add else total(zeros(to, L))
+                for i in range(inner):
+                    sum += x[(r * heads + h) * inner + i] * matrix[i * outer + k]
+                to[at] = sum
+
+
+@_function
 def _scale_row(row, heads, dim, factors):
     for h in range(heads):
         for k in range(dim):
@@ -400,6 +434,7 @@ def _forward_block(
     slopes = after(extra, BLOCK * padded)
     state = after(slopes, BLOCK * padded)
     change = after(state, 2 * padded)
+    edge_query = after(reals, 7 * BLOCK * padded)
     head_starts = pointer(c.head_starts, np.int64(0))
     key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
     value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
@@ -418,7 +453,8 @@ def _forward_block(
         count, heads, D, L, known, value, c.value_row,
     )  # fmt: skip
     if F > 0:
-        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
+        if fresh:
+            _map(edge_query, query, pointer(c.transposed, c.one), rows, heads, D, F, False)
         _add_features(scores, extra, edge_query, own, edges, count, known, c)
     factor = c.scale
     if c.bias != 0 or c.softcap > 0:
@@ -450,6 +486,8 @@ def _forward_block(
             store(change, h, splat(c.one, L8) / maximum(tiny, load(state, padded + h, L8)))
         _scale_row(out, heads, Dv, change)
         _scale_row(aggregate, heads, F, change)
+    if last and F > 0:
+        _map(out, aggregate, pointer(c.projection, c.one), rows, heads, F, Dv, True)
 
 
 @_function
@@ -488,31 +526,22 @@ def _chain(grads, slopes, count, c):
 
 
 @_part
-def _statistics(c, L, Dv, stat, deltas, extra, alone, grad_out, grad_aggregate, place, rows):
+def _statistics(c, L, Dv, stat, deltas, alone, grad_out, place, rows):
     """What the weights and gradients of each row need beside its edges: lse, its low digits, δ."""
-    heads, F, padded = c.heads, c.features, (c.heads + 7) // 8 * 8
-    head_starts = pointer(c.head_starts, np.int64(0))
-    out_heads, feature_heads = after(head_starts, 2 * heads), after(head_starts, 4 * heads)
+    heads, padded = c.heads, (c.heads + 7) // 8 * 8
+    out_heads = after(pointer(c.head_starts, np.int64(0)), 2 * heads)
     lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
     out = after(pointer(c.out, c.one), place * heads * Dv)
     _dots(
         deltas, out, heads * Dv, alone, out_heads, grad_out, heads * Dv, alone, out_heads,
         np.int64(Dv), rows, heads, Dv, L, np.int64(0), out, np.int64(0),
     )  # fmt: skip
-    if F > 0:
-        aggregate = after(pointer(c.aggregate, c.one), place * heads * F)
-        _dots(
-            extra, aggregate, heads * F, alone, feature_heads, grad_aggregate, heads * F, alone, feature_heads,
-            F, rows, heads, F, lanes(8), np.int64(0), out, np.int64(0),
-        )  # fmt: skip
     for r in range(rows):
         row = after(stat, r * 3 * padded)
         for h in range(heads):
             delta, n = deltas[r * padded + h], (place + r) * heads + h
             if c.grad_lse != 0:
                 delta -= pointer(c.grad_lse, c.one)[n]
-            if F > 0:
-                delta += extra[r * padded + h]
             row[h], row[padded + h], row[2 * padded + h] = lse[n], lse_low[n], delta
             if row[h] == -np.inf:  # no edge, or none that counts: weights and gradients 0
                 row[h] = np.inf
@@ -531,6 +560,8 @@ def _query_block(
     slopes = after(grads, BLOCK * padded)
     extra = after(slopes, BLOCK * padded)
     stat = after(extra, BLOCK * padded)
+    edge_query = after(reals, 7 * BLOCK * padded)
+    edge_grad = after(edge_query, BLOCK * heads * F)
     head_starts = pointer(c.head_starts, np.int64(0))
     key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
     value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
@@ -543,12 +574,11 @@ def _query_block(
     edge_attr, pairs = pointer(c.edge_attr, c.one), pointer(c.pairs, c.one)
     stats, grad_bias = pointer(c.stats, c.one), pointer(c.grad_bias, c.one)
     grad_out = after(pointer(c.grad_out, c.one), place * heads * Dv)
-    grad_aggregate = after(pointer(c.grad_aggregate, c.one), place * heads * F)
     grad_query = after(pointer(c.grad_query, c.one), at * heads * D)
-    grad_edge_query = after(pointer(c.grad_edge_query, c.one), at * heads * F)
+    grad_sums = after(pointer(c.grad_sums, c.one), at * heads * F)
     key_step, value_step = np.int64(-1 if c.grouped != 0 else D), np.int64(-1 if c.grouped != 0 else Dv)
     if fresh:
-        _statistics(c, L, Dv, stat, scores, extra, alone, grad_out, grad_aggregate, place, rows)
+        _statistics(c, L, Dv, stat, scores, alone, grad_out, place, rows)
         if whole:
             for k in range(0, rows * 3 * padded, 8):
                 store(stats, place * 3 * padded + k, load(stat, k, L8))
@@ -561,9 +591,11 @@ def _query_block(
         count, heads, Dv, L, known, value, np.int64(0),
     )  # fmt: skip
     if F > 0:
-        edge_query = after(pointer(c.edge_query, c.one), place * heads * F)
+        if fresh:
+            _map(edge_query, query, pointer(c.transposed, c.one), rows, heads, D, F, False)
+            _map(edge_grad, grad_out, pointer(c.transposed, c.one), rows, heads, Dv, F, False)
         _add_features(scores, extra, edge_query, own, edges, count, known, c)
-        _add_features(grads, extra, grad_aggregate, own, edges, count, known, c)
+        _add_features(grads, extra, edge_grad, own, edges, count, known, c)
     _grads(scores, grads, slopes, stat, own, edges, b, count, c)
     if c.grad_bias != 0:
         for e in range(count):
@@ -586,9 +618,11 @@ def _query_block(
     )  # fmt: skip
     if F > 0:
         _sums(
-            grad_edge_query, heads * F, feature_heads, grads, edge_attr, F, edges, shared, starts, rows,
+            grad_sums, heads * F, feature_heads, grads, edge_attr, F, edges, shared, starts, rows,
             fresh, heads, F, L8,
         )  # fmt: skip
+        if complete and whole:
+            _map(grad_query, grad_sums, pointer(c.projection, c.one), rows, heads, F, D, True)
 
 
 @_part
@@ -681,36 +715,42 @@ def _kernels(dim: int, vector: int) -> tuple[Callable, Callable, Callable]:
 def _edge_kernel(calls, jobs, counter, reals, integers):
     """The gradients of edge features, from the pairs (z p, dS) of each edge and head, over which they are written.
 
-    d edge_attr[e] = Σ_h dS[e, h] edge_query[i, h] + z p[e, h] grad_aggregate[i, h]
+    d edge_attr[e] = Σ_h dS[e, h] (W_h q_i) + z p[e, h] (W_h dO_i)
     """
     c, L = calls[0], lanes(8)
-    heads, F = c.heads, c.features
+    heads, F, D, Dv = c.heads, c.features, c.dim, c.value_dim
     even = F - F % 8
     row_pointer, edge_id = pointer(c.row_pointer, np.int64(0)), pointer(c.edge_id, np.int32(0))
-    pairs, pair = pointer(c.pairs, c.one), pointer(reals, c.one)
+    pairs, pair, transposed = pointer(c.pairs, c.one), pointer(reals, c.one), pointer(c.transposed, c.one)
+    edge_query = after(pair, 7 * BLOCK * ((heads + 7) // 8 * 8))
+    edge_grad = after(edge_query, BLOCK * heads * F)
     job = take(pointer(counter, np.int64(0)))
     while job < jobs.shape[0]:
         for b in range(jobs[job, 0], jobs[job, 1]):
-            for i in range(jobs[job, 2], min(jobs[job, 3], c.num_rows)):
-                place = (b * c.num_rows + i) * heads * F
-                edge_query = after(pointer(c.edge_query, c.one), place)
-                grad_aggregate = after(pointer(c.grad_aggregate, c.one), place)
-                for e in range(row_pointer[i], row_pointer[i + 1]):
-                    to = after(pairs, edge_id[e] * c.pair_step)
-                    for h in range(2 * heads):
-                        pair[h] = to[h]
-                    for k in range(0, even, 8):
-                        sum = zeros(to, L)
-                        for h in range(heads):
-                            sum = sum + splat(pair[heads + h], L) * load(edge_query, h * F + k, L)
-                            sum = sum + splat(pair[h], L) * load(grad_aggregate, h * F + k, L)
-                        store(to, k, sum)
-                    for k in range(even, F):
-                        to[k] = 0
-                        for h in range(heads):
-                            to[k] += (
-                                pair[heads + h] * edge_query[h * F + k] + pair[h] * grad_aggregate[h * F + k]
-                            )
+            stop = min(jobs[job, 3], c.num_rows)
+            for s in range(jobs[job, 2], stop, BLOCK):
+                place, rows = b * c.num_rows + s, min(BLOCK, stop - s)
+                query = after(pointer(c.query, c.one), place * heads * D)
+                grad_out = after(pointer(c.grad_out, c.one), place * heads * Dv)
+                _map(edge_query, query, transposed, rows, heads, D, F, False)
+                _map(edge_grad, grad_out, transposed, rows, heads, Dv, F, False)
+                for r in range(rows):
+                    for e in range(row_pointer[s + r], row_pointer[s + r + 1]):
+                        to = after(pairs, edge_id[e] * c.pair_step)
+                        for h in range(2 * heads):
+                            pair[h] = to[h]
+                        for k in range(0, even, 8):
+                            sum = zeros(to, L)
+                            for h in range(heads):
+                                at = (r * heads + h) * F + k
+                                sum = sum + splat(pair[heads + h], L) * load(edge_query, at, L)
+                                sum = sum + splat(pair[h], L) * load(edge_grad, at, L)
+                            store(to, k, sum)
+                        for k in range(even, F):
+                            to[k] = 0
+                            for h in range(heads):
+                                at = (r * heads + h) * F + k
+                                to[k] += pair[heads + h] * edge_query[at] + pair[h] * edge_grad[at]
         job = take(pointer(counter, np.int64(0)))
 
 
@@ -730,11 +770,12 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     """Call the kernel on as many threads as PyTorch uses, this one among them; each takes job after job."""
     global _pool
     counter = np.zeros(1, np.int64)
-    padded = -(-int(call["heads"][0]) // 8) * 8
+    heads, features = int(call["heads"][0]), int(call["features"][0])
+    size = BLOCK * (7 * (-(-heads // 8) * 8) + 2 * heads * features)
 
     def work() -> None:
         # Not allocated in the kernel: Numba frees an array that only its address is used of.
-        reals = np.ones(7 * BLOCK * padded, call.dtype["scale"])
+        reals = np.ones(size, call.dtype["scale"])
         integers = np.arange(-2 * BLOCK - 1, BLOCK, dtype=np.int32)
         kernel(call, jobs, counter.ctypes.data, reals.ctypes.data, integers.ctypes.data)
 
@@ -824,7 +865,7 @@ def _merge(rows: Rows, sums: Sequence[np.ndarray]) -> None:
 
 @functools.cache
 def _starts(heads: int, kv_heads: int, dim: int, value_dim: int, features: int) -> np.ndarray:
-    """Where each head starts in the row of a node: of query, key, out, value, edge_query, and the shared edge_attr."""
+    """Where each head starts in a row: of query, key, out, value, the features by head, the features shared by all."""
     head = np.arange(heads)
     kv_head = head // (heads // kv_heads)
     return np.stack(
@@ -837,7 +878,7 @@ class _Call:
 
     def __init__(
         self, query, key, value, rowptr, col, edge_id, colptr, row, edge_id_t,
-        bias, edge_attr, edge_query, seed, scale, softcap, dropout_p, return_weights,
+        bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
     ):  # fmt: skip
         self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.batch, self.num_queries, self.heads, self.dim = query.shape
@@ -848,6 +889,7 @@ class _Call:
         fixed = self.dim if self.dim == self.value_dim and self.dim in _FIXED_DIMS else 0
         self.kernels = _kernels(fixed, min(fixed, 64) if fixed else 8)
         self.work_per_edge = self.heads * (self.dim + self.value_dim + self.features)
+        self.projection = None if edge_projection is None else edge_projection.detach().to(self.wide)
         starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
         self.values: dict = {}
         self.kept: list = [starts]  # what addresses point to
@@ -868,7 +910,8 @@ class _Call:
             value=value,
             bias=bias,
             edge_attr=edge_attr,
-            edge_query=edge_query,
+            projection=edge_projection,
+            transposed=None if edge_projection is None else edge_projection.transpose(1, 2),
             seed=0 if seed is None else seed.item(),
             drop_below=int(dropout_p * 2**53),
             scale=scale,
@@ -908,6 +951,12 @@ class _Call:
             self.batch, rows.pointer.numel() - 1 + rows.pieces.shape[0], *shape, dtype=self.wide
         )
 
+    def add_projected(self, to: Tensor, sums: Tensor, rows: Rows) -> None:
+        """Long rows: what is summed over their features as the projection takes it to the node."""
+        if self.projection is not None and rows.pieces.shape[0] and to.size(-1):
+            long = np.unique(rows.pieces[:, 0])
+            to.numpy()[:, long] += (sums.numpy()[:, long, :, None] @ self.projection.numpy()).squeeze(-2)
+
     def whole(self, rows: Rows, room: Tensor) -> Tensor:
         """The rows without the pieces."""
         return room[:, : rows.pointer.numel() - 1].contiguous() if rows.pieces.shape[0] else room
@@ -930,6 +979,7 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         if rows.pieces.shape[0]:
             peak, norm, *sums = (x.numpy() for x in (peak[..., :H], norm[..., :H], out, aggregate))
             _merge_weighted(rows, peak, norm, lse.numpy(), lse_low.numpy(), sums)
+            call.add_projected(out, aggregate, rows)
     if return_weights:
         number = rows.edge_id.long()
         row = torch.empty_like(number)
@@ -940,24 +990,21 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def backward(
-    grad_out, grad_lse, grad_aggregate, grad_weights, out, lse, lse_low, aggregate, weights, *inputs
+    grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The body of ``graphattn::sparse_attention_backward``."""
     call = _Call(*inputs)
-    bias, edge_attr, edge_query = inputs[9:12]
+    query, (bias, edge_attr, edge_projection) = inputs[0], inputs[9:12]
     rows, columns, H, F = _rows(*inputs[3:6]), _rows(*inputs[6:9]), call.heads, call.features
     # An empty gradient is one that is not there.
-    grad_out, grad_aggregate = (
-        grad if grad.numel() == x.numel() else torch.zeros_like(x)
-        for grad, x in ((grad_out, out), (grad_aggregate, aggregate))
-    )
+    grad_out = grad_out if grad_out.numel() == out.numel() else torch.zeros_like(out)
     if grad_weights.numel():
         # Through the weights, δ_i gains Σ_j p_ij dP_ij.
         row = torch.repeat_interleave(rows.pointer.diff())
         through = (weights * grad_weights).double()[:, rows.edge_id.long()]
         through = through.new_zeros(call.batch, call.num_queries, H).index_add_(1, row, through)
         grad_lse = (grad_lse if grad_lse.numel() else 0.0) - through.to(call.wide)
-    grad_query, grad_edge_query = call.rows_of(rows, H, call.dim), call.rows_of(rows, H, F)
+    grad_query, grad_sums = call.rows_of(rows, H, call.dim), call.rows_of(rows, H, F)
     grad_key = call.rows_of(columns, call.kv_heads, call.dim)
     grad_value = call.rows_of(columns, call.kv_heads, call.value_dim)
     grad_bias = torch.empty(0, dtype=call.wide)
@@ -971,16 +1018,14 @@ def backward(
         out=out,
         lse=lse,
         lse_low=lse_low,
-        aggregate=aggregate,
         grad_out=grad_out,
         grad_lse=grad_lse,
-        grad_aggregate=grad_aggregate,
         grad_weights=grad_weights,
         stats=stats,
         pairs=pairs,
         pair_step=pairs.size(1),
         grad_query=grad_query,
-        grad_edge_query=grad_edge_query,
+        grad_sums=grad_sums,
         grad_bias=grad_bias,
         grad_bias_by_edge=bias is not None and bias.size(0) != 1,
         grad_key=grad_key,
@@ -1001,11 +1046,24 @@ def backward(
             _run(_edge_kernel, by_row, _jobs(rows, 1, H * F) + at)
         if call.batch > 1:
             grad_edge_attr += pairs[:, :F]
-    _merge(rows, (grad_query.numpy(), grad_edge_query.numpy()))
+    _merge(rows, (grad_query.numpy(), grad_sums.numpy()))
+    call.add_projected(grad_query, grad_sums, rows)
     _merge(columns, (grad_key.numpy(), grad_value.numpy()))
 
-    def like(grad: Tensor, x: Tensor | None) -> Tensor:
-        if x is None:
+    grad_projection = None
+    if edge_projection is not None:
+        # d W_h = Σ_i (Σ_j dS e) q_i + (Σ_j z p e) dO_i; a query without an edge may hold NaN, which 0 would not cancel.
+        idle = (rows.pointer.diff() == 0).view(-1, 1, 1)
+        products = [(call.whole(rows, grad_sums), query)]
+        products += [(aggregate, grad_out)] if call.value_dim else []
+        grad_projection = torch.zeros(edge_projection.shape, dtype=call.wide)
+        with torch.autocast("cpu", enabled=False):
+            for sums, x in products:
+                x = x.masked_fill(idle, 0) if idle.any() else x
+                grad_projection += torch.einsum("bnhf,bnhd->hfd", sums, x.to(call.wide))
+
+    def like(grad: Tensor | None, x: Tensor | None) -> Tensor:
+        if grad is None or x is None:
             return inputs[0].new_empty(0)
         return grad.sum_to_size(x.shape).to(x.dtype).contiguous()
 
@@ -1015,5 +1073,5 @@ def backward(
         call.whole(columns, grad_value).to(inputs[2].dtype),
         like(grad_bias.view(-1, H), bias),
         like(grad_edge_attr, edge_attr),
-        like(call.whole(rows, grad_edge_query), edge_query),
+        like(grad_projection, edge_projection),
     )
