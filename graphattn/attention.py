@@ -211,8 +211,12 @@ def _attend(
 def _intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> tuple[Tensor, Tensor, list[int], list[int]]:
     """The edges of a structured graph as `graphattn.kernels.intervals` takes them."""
     axes = axis_intervals(graph)
-    by_query = torch.stack([torch.cat(x) for x in zip(*((axis.first, axis.count, axis.slot) for axis in axes))])
-    by_key = torch.stack([torch.cat(x) for x in zip(*((axis.first_query, axis.query_count) for axis in axes))])
+    by_query = torch.stack(
+        [torch.cat(x) for x in zip(*((axis.first, axis.count, axis.slot) for axis in axes))]
+    )
+    by_key = torch.stack(
+        [torch.cat(x) for x in zip(*((axis.first_query, axis.query_count) for axis in axes))]
+    )
     numbers = [
         number
         for axis in axes

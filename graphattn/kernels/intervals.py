@@ -22,10 +22,9 @@ def _layout(by_query, by_key, axes, layout):
     return layout
 
 
-def _listed(by_query: Tensor, by_key: Tensor, axes: list[int], layout: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _listed(by_query, by_key, axes, layout) -> tuple[Tensor, Tensor, Tensor]:
     """rowptr, col and edge_id as for `reference.sparse_attention`, edges of a query in the order of their keys."""
-    degree, queries, start = by_query.new_ones(1), by_query.new_zeros(1), 0
-    parts = []
+    degree, start, parts = by_query.new_ones(1), 0, []
     for size, keys, step, slot_step, slots in zip(*(axes[n::5] for n in range(5))):
         x = torch.arange(start, start + size, device=by_query.device)
         degree = (degree[:, None] * by_query[1, x]).view(-1)
@@ -56,9 +55,12 @@ def _forward_cpu(query, key, value, by_query, by_key, axes, layout, *options):
 def _backward_cpu(*arguments):
     from graphattn.kernels import sparse_cpu
 
-    graph, options = arguments[12:16], arguments[16:]
-    rows, columns = (sparse_cpu.progressions(*graph, by, _numbered(options)) for by in (True, False))
-    return sparse_cpu.backward(rows, columns, *arguments[:12], *options)
+    (by_query, by_key, axes, layout), options = arguments[12:16], arguments[16:]
+    rows, columns = (
+        sparse_cpu.progressions(by_query, by_key, axes, layout, of_queries, _numbered(options))
+        for of_queries in (True, False)
+    )
+    return sparse_cpu.backward(rows, columns, *(arguments[:12] + options))
 
 
 def _numbered(options) -> bool:

@@ -36,13 +36,15 @@ class _Operator(NamedTuple):
     forward: Any
     backward: Any
     layout: Callable[..., Sequence[int]]  # the shape of per-edge tensors
-    listed: Callable[..., tuple[Tensor, Tensor, Tensor]]  # rowptr, col, edge_id as for `reference.sparse_attention`
+    listed: Callable[..., Sequence[Tensor]]  # rowptr, col, edge_id as for `reference.sparse_attention`
 
 
-def define(name: str, graph: str, layout: Callable, listed: Callable, forward: Callable, backward: Callable) -> Any:
-    """Define ``graphattn::{name}`` and its backward operator, on graphs described by arguments of the schema ``graph``.
+def define(
+    name: str, graph: str, layout: Callable, listed: Callable, forward: Callable, backward: Callable
+) -> Any:
+    """Define ``graphattn::{name}`` and its backward operator; ``graph`` is the schema of what describes the edges.
 
-    ``forward`` and ``backward`` are their bodies on the CPU.
+    ``forward`` and ``backward`` are the bodies on the CPU.
     """
     inputs = f"Tensor query, Tensor key, Tensor value, {graph}, {_OPTIONS}"
     tags = [torch.Tag.pt2_compliant_tag]
@@ -187,7 +189,7 @@ class _AttentionBackward(torch.autograd.Function):
             floating = [inputs[i] for i in _FLOATING if inputs[i] is not None]
             graph, options = inputs[3:-8], inputs[-8:-1]
             layout, edges = ctx.operator.layout(*graph), ctx.operator.listed(*graph)
-            outputs = reference.sparse_attention(*inputs[:3], *edges, *options, layout)
+            outputs = reference.sparse_attention(*inputs[:3], *edges, *options, layout=layout)
             used = [i for i, x in enumerate(outputs) if x.requires_grad and grads[i].shape == x.shape]
             first = torch.autograd.grad(
                 [outputs[i] for i in used],
@@ -216,10 +218,8 @@ def _forward_cpu(query, key, value, rowptr, col, edge_id, colptr, row, edge_id_t
 def _backward_cpu(*arguments):
     from graphattn.kernels import sparse_cpu
 
-    graph = arguments[12:18]
-    return sparse_cpu.backward(
-        sparse_cpu.listed(*graph[:3]), sparse_cpu.listed(*graph[3:]), *arguments[:12], *arguments[18:]
-    )
+    rows, columns = sparse_cpu.listed(*arguments[12:15]), sparse_cpu.listed(*arguments[15:18])
+    return sparse_cpu.backward(rows, columns, *(arguments[:12] + arguments[18:]))
 
 
 _sparse_attention = define(

@@ -68,8 +68,8 @@ _NUMBERS = (
     "grad_bias_query_step", "grad_bias_job_step", "pair_step", "axes", "by_query", "numbered", "query_slots",
 )  # fmt: skip
 _ADDRESSES = (
-    "row_pointer", "other", "edge_id", "axis_table", "pieces", "head_starts", "query", "key", "value", "bias", "edge_attr",
-    "edge_query", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out", "grad_lse",
+    "row_pointer", "other", "edge_id", "axis_table", "pieces", "head_starts", "query", "key", "value", "bias",
+    "edge_attr", "edge_query", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out", "grad_lse",
     "grad_aggregate", "grad_weights", "stats", "pairs", "grad_query", "grad_edge_query", "grad_bias",
     "grad_key", "grad_value",
 )  # fmt: skip
@@ -207,10 +207,12 @@ def _progressions(c, row, first, rows, starts, nodes, edges, odometer):
             e += count
             a = c.axes - 1
             odometer[2 * a + 1] += count
-            while a > 0 and odometer[2 * a + 1] >= pointer(table[a * _AXIS + 6], np.int64(0))[odometer[2 * a]]:
+            count = pointer(axis[6], np.int64(0))[odometer[2 * a]]
+            while a > 0 and odometer[2 * a + 1] >= count:
                 odometer[2 * a + 1] = 0
                 a -= 1
                 odometer[2 * a + 1] += 1
+                count = pointer(table[a * _AXIS + 6], np.int64(0))[odometer[2 * a]]
 
 
 @_part
@@ -366,7 +368,7 @@ def _put(sums, at, sum, fresh, L):
 
 @_function
 def _modify(scores, slopes, edges, queries, row, count, c):
-    """Scale, cap and bias the scores of a block; slopes are those of the cap. The query of edge e is row + queries[e]."""
+    """Scale, cap and bias the scores of a block; slopes are those of the cap. Edge e has query row + queries[e]."""
     padded = (c.heads + 7) // 8 * 8
     bias = pointer(c.bias, c.one)
     for e in range(count):
@@ -869,26 +871,37 @@ def _fixed_jobs(rows: Rows) -> np.ndarray:
 def listed(rowptr: Tensor, other: Tensor, edge_id: Tensor) -> Rows:
     """Rows of listed edges."""
     return Rows(
-        rowptr.contiguous(), _pieces(rowptr.numpy()), (1, other.numel()), other.contiguous(), edge_id.contiguous()
+        rowptr.contiguous(),
+        _pieces(rowptr.numpy()),
+        (1, other.numel()),
+        other.contiguous(),
+        edge_id.contiguous(),
     )
 
 
 def progressions(
-    by_query: Tensor, by_key: Tensor, axes: Sequence[int], layout: Sequence[int], of_queries: bool, numbered: bool
+    by_query: Tensor,
+    by_key: Tensor,
+    axes: Sequence[int],
+    layout: Sequence[int],
+    of_queries: bool,
+    numbered: bool,
 ) -> Rows:
     """Rows of edges that follow from a rule, described as for `intervals.interval_attention`."""
-    first, count, slot = by_query.contiguous().numpy()
-    kept = by_query, by_key, slot = by_query.contiguous(), by_key.contiguous(), slot.copy()
+    kept = by_query, by_key = by_query.contiguous(), by_key.contiguous()
+    first, _, slot = by_query.numpy()
+    # The slot of a query's key y is origin + slot_step (y // step).
+    origin = slot.copy() if numbered else slot
     rows, degree = [], np.ones(1, np.int64)
     query = key = 0
     for queries, keys, step, slot_step, slots in zip(*(axes[n::5] for n in range(5))):
         if numbered:
-            slot[query : query + queries] -= slot_step * (first[query : query + queries] // step)
+            origin[query : query + queries] -= slot_step * (first[query : query + queries] // step)
         at, own, far = (query, queries, keys) if of_queries else (key, keys, queries)
         starts, counts = by_query[:2, at : at + own] if of_queries else by_key[:, at : at + own]
         degree = np.multiply.outer(degree, counts.numpy()).ravel()
-        origin = slot[query:].ctypes.data
-        rows.append([own, step, far, slot_step, slots, starts.data_ptr(), counts.data_ptr(), origin])
+        addresses = starts.data_ptr(), counts.data_ptr(), origin[query:].ctypes.data
+        rows.append([own, step, far, slot_step, slots, *addresses])
         query, key = query + queries, key + keys
     table = np.array(rows, np.int64).reshape(-1, _AXIS)
     # Sizes become distances in row-major order.
@@ -898,12 +911,14 @@ def progressions(
     np.cumsum(degree, out=pointer[1:])
     return Rows(
         torch.from_numpy(pointer), _pieces(pointer), (1 if len(layout) == 1 else layout[0], layout[-1]), axes=table,
-        by_query=of_queries, numbered=numbered, query_slots=math.prod(axes[4::5]), kept=kept,
+        by_query=of_queries, numbered=numbered, query_slots=math.prod(axes[4::5]), kept=(*kept, origin),
     )  # fmt: skip
 
 
 def _pieces(pointer: np.ndarray) -> np.ndarray:
     """Cut the long rows: (row, first edge, end)."""
+    if pointer[-1] <= PIECE:
+        return np.empty((0, 3), np.int64)
     long = np.flatnonzero(np.diff(pointer) > PIECE)
     counts = -(-(pointer[long + 1] - pointer[long]) // PIECE)
     rank = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
