@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
 
-from graphattn.graph import Graph, SparseGraph
+from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, WindowGraph, axis_intervals
+from graphattn.kernels.intervals import interval_attention
 from graphattn.kernels.sparse import sparse_attention
 
 if TYPE_CHECKING:
@@ -176,6 +177,18 @@ def _attend(
                 graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
                 bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
             )  # fmt: skip
+        case CompleteGraph() | WindowGraph() | GridGraph():
+            order = graph.order
+            if order is not None:  # the kernel sees the nodes of a clique side by side
+                query, key, value = (x.index_select(1, order) for x in (query, key, value))
+            out, lse, weights = interval_attention(
+                query, key, value, *_intervals(graph), bias, None, None, seed, scale, softcap, dropout_p,
+                return_weights,
+            )  # fmt: skip
+            if order is not None:
+                back = order.argsort()
+                out, lse = out.index_select(1, back), lse.index_select(1, back)
+            weights = weights.view(batch, *graph.edge_shape, query.size(2)) if return_weights else weights
         case _:
             raise NotImplementedError(
                 f"graph_attention has no kernel for {type(graph).__name__}. Use graph.to_sparse()."
@@ -185,6 +198,25 @@ def _attend(
     if return_weights:
         weights = weights.view(*leading, *weights.shape[1:])
     return out, lse, weights
+
+
+def _intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> tuple[Tensor, Tensor, list[int], list[int]]:
+    """The edges of a structured graph as `graphattn.kernels.intervals` takes them."""
+    axes = axis_intervals(graph)
+    by_query = torch.stack(
+        [torch.cat(x) for x in zip(*((axis.first, axis.count, axis.slot) for axis in axes))]
+    )
+    by_key = torch.stack(
+        [torch.cat(x) for x in zip(*((axis.first_query, axis.query_count) for axis in axes))]
+    )
+    numbers = [
+        number
+        for axis in axes
+        for number in (
+            axis.first.size(0), axis.first_query.size(0), axis.step, axis.slot_step, axis.slots,
+        )
+    ]  # fmt: skip
+    return by_query, by_key, numbers, list(graph.edge_shape)
 
 
 def _one_dtype(operands: dict, graph: Graph) -> dict:

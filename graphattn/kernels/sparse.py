@@ -1,75 +1,78 @@
-"""Attention on listed edges as PyTorch operators: schema, shapes, autograd and vmap; one body per device.
+"""Attention on the edges of a graph as PyTorch operators: schema, shapes, autograd and vmap; one body per device.
 
-``graphattn::sparse_attention`` saves its inputs, out, lse, lse_low and aggregate: nothing with a row per edge and
-head. ``graphattn::sparse_attention_backward`` recomputes the weights from lse. Its own derivative, which
-second derivatives ask for, is the one of the reference formula.
+An operator saves its inputs, out, lse, lse_low and aggregate: nothing with a row per edge and head. Its backward
+operator recomputes the weights from lse. The derivative of that, which second derivatives ask for, is the one of the
+reference formula. `define` makes such a pair for one description of the edges; here it is by lists of them,
+``graphattn::sparse_attention``.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.kernels import reference
 
-# The indices of a graph, by query and by key (see graphattn.graph.SparseGraph).
-_GRAPH = "Tensor rowptr, Tensor col, Tensor edge_id, Tensor colptr, Tensor row, Tensor edge_id_t"
 _OPTIONS = (
     "Tensor? bias, Tensor? edge_attr, Tensor? edge_projection, Tensor? seed,"
     " float scale, float softcap, float dropout_p, bool return_weights"
 )
-_INPUTS = f"Tensor query, Tensor key, Tensor value, {_GRAPH}, {_OPTIONS}"
 # lse_low: the digits of lse that it has no room for, as both are rounded. Without them, the weights of large scores
 # would be wrong when they are computed again.
 _OUTPUTS = "Tensor out, Tensor lse, Tensor lse_low, Tensor aggregate, Tensor weights"
 # A gradient of another shape than its output, in fact an empty one, is not there.
 _GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_weights"
+_FLOATING = (0, 1, 2, -8, -7, -6)  # query, key, value, bias, edge_attr, edge_projection among the inputs
 
 _library = torch.library.Library("graphattn", "FRAGMENT")
-_library.define(f"sparse_attention({_INPUTS}) -> ({_OUTPUTS})", tags=[torch.Tag.pt2_compliant_tag])
-_library.define(
-    f"sparse_attention_backward({_GRADS}, {_OUTPUTS}, {_INPUTS}) -> (Tensor grad_query, Tensor grad_key,"
-    " Tensor grad_value, Tensor grad_bias, Tensor grad_edge_attr, Tensor grad_edge_projection)",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
-_forward = torch.ops.graphattn.sparse_attention.default
-_backward = torch.ops.graphattn.sparse_attention_backward.default
-
-_FLOATING = (0, 1, 2, 9, 10, 11)  # query, key, value, bias, edge_attr, edge_projection among the inputs
 
 
-def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend over the edges of a graph: the schema above, the meaning of `reference.sparse_attention`.
+class _Operator(NamedTuple):
+    """A pair of operators, and what tells the edges that the arguments between value and bias describe."""
 
-    Takes the indices by query and by key, and ``return_weights``; without it ``weights`` is empty. The
-    outputs are float32, or float64 for float64 inputs. Differentiable in reverse mode, twice in eager mode.
+    forward: Any
+    backward: Any
+    layout: Callable[..., Sequence[int]]  # the shape of per-edge tensors
+    listed: Callable[..., Sequence[Tensor]]  # rowptr, col, edge_id as for `reference.sparse_attention`
+
+
+def define(
+    name: str, graph: str, layout: Callable, listed: Callable, forward: Callable, backward: Callable
+) -> Any:
+    """Define ``graphattn::{name}`` and its backward operator; ``graph`` is the schema of what describes the edges.
+
+    ``forward`` and ``backward`` are the bodies on the CPU.
     """
-    out, lse, _, _, weights = _forward(*inputs)
-    return out, lse, weights
+    inputs = f"Tensor query, Tensor key, Tensor value, {graph}, {_OPTIONS}"
+    tags = [torch.Tag.pt2_compliant_tag]
+    _library.define(f"{name}({inputs}) -> ({_OUTPUTS})", tags=tags)
+    _library.define(
+        f"{name}_backward({_GRADS}, {_OUTPUTS}, {inputs}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value,"
+        " Tensor grad_bias, Tensor grad_edge_attr, Tensor grad_edge_projection)",
+        tags=tags,
+    )
+    ops = torch.ops.graphattn
+    operator = _Operator(getattr(ops, name).default, getattr(ops, f"{name}_backward").default, layout, listed)
+    _library.impl(name, forward, "CPU")
+    _library.impl(f"{name}_backward", backward, "CPU")
+    _library.impl(name, functools.partial(_Attention.apply, operator), "Autograd")
+    _library.impl(f"{name}_backward", functools.partial(_AttentionBackward.apply, operator), "Autograd")
+    fake, vmap = functools.partial(_forward_fake, operator), functools.partial(_forward_vmap, operator)
+    torch.library.register_fake(f"graphattn::{name}", fake, lib=_library)
+    torch.library.register_fake(f"graphattn::{name}_backward", _backward_fake, lib=_library)
+    torch.library.register_vmap(f"graphattn::{name}", vmap, lib=_library)
+    return operator.forward
 
 
 def _wide(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-@torch.library.impl(_library, "sparse_attention", "CPU")
-def _forward_cpu(*inputs):
-    from graphattn.kernels import sparse_cpu  # Numba loads where a kernel runs
-
-    return sparse_cpu.forward(*inputs)
-
-
-@torch.library.impl(_library, "sparse_attention_backward", "CPU")
-def _backward_cpu(*arguments):
-    from graphattn.kernels import sparse_cpu
-
-    return sparse_cpu.backward(*arguments)
-
-
-@torch.library.register_fake("graphattn::sparse_attention", lib=_library)
-def _forward_fake(query, key, value, *rest):
-    col, edge_attr, return_weights = rest[1], rest[7], rest[-1]
+def _forward_fake(operator: _Operator, *inputs):
+    query, value, edge_attr, return_weights = inputs[0], inputs[2], inputs[-7], inputs[-1]
     batch, num_queries, heads, _ = query.shape
     width = 0 if edge_attr is None else edge_attr.size(1)
     wide = query.new_empty(0, dtype=_wide(query))
@@ -78,11 +81,10 @@ def _forward_fake(query, key, value, *rest):
         wide.new_empty(batch, num_queries, heads),
         wide.new_empty(batch, num_queries, heads),
         wide.new_empty(batch, num_queries, heads, width),
-        wide.new_empty(batch, col.size(0), heads) if return_weights else wide,
+        wide.new_empty(batch, math.prod(operator.layout(*inputs[3:-8])), heads) if return_weights else wide,
     )
 
 
-@torch.library.register_fake("graphattn::sparse_attention_backward", lib=_library)
 def _backward_fake(*arguments):
     inputs = arguments[8:]
     return tuple(
@@ -93,42 +95,44 @@ def _backward_fake(*arguments):
     )
 
 
-def _forward_vmap(info, in_dims, *inputs):
+def _forward_vmap(operator: _Operator, info, in_dims, *inputs):
     """A mapped dimension of features is one more leading dimension; graph and options are shared."""
-    if any(d is not None for d in in_dims[3:]):
+    if any(d is not None and not isinstance(d, list) for d in in_dims[3:]):
         raise NotImplementedError(
-            "graph_attention's sparse kernel maps over query, key and value alone under vmap; the graph,"
+            "graph_attention's kernels map over query, key and value alone under vmap; the graph,"
             " bias, edge features and dropout seed are shared. Call it in a loop for the others."
         )
     inputs = list(inputs)
     for i in range(3):
         moved = inputs[i].unsqueeze(0) if in_dims[i] is None else inputs[i].movedim(in_dims[i], 0)
         inputs[i] = moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1)
-    outputs = _forward(*inputs)
+    outputs = operator.forward(*inputs)
     mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:4])]
     return (*mapped, *outputs[len(mapped) :]), tuple([0] * len(mapped) + [None] * (5 - len(mapped)))
 
 
-torch.library.register_vmap("graphattn::sparse_attention", _forward_vmap, lib=_library)
-
-
 def _spread(grads: Sequence[Tensor], inputs: Sequence) -> list[Tensor | None]:
     """Place the gradients of the floating inputs that are given among those of all inputs."""
+    spread: list[Tensor | None] = [None] * len(inputs)
     given = iter(grads)
-    return [next(given) if i in _FLOATING and x is not None else None for i, x in enumerate(inputs)]
+    for i in _FLOATING:
+        if inputs[i] is not None:
+            spread[i] = next(given)
+    return spread
 
 
 _NO_FORWARD_MODE = (
-    "graph_attention's sparse kernel has no forward-mode derivative. Differentiate in reverse mode"
+    "graph_attention's kernels have no forward-mode derivative. Differentiate in reverse mode"
     " (torch.autograd.grad, backward)."
 )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, operator, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            outputs = _forward(*inputs)
+            outputs = operator.forward(*inputs)
+        ctx.operator = operator
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[2:4])
         ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
@@ -142,8 +146,9 @@ class _Attention(torch.autograd.Function):
         inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
         grads = [x.new_empty(0) if grad is None else grad for grad, x in zip(grads, outputs)]
         del grads[2:4]  # lse_low is a remainder, aggregate for the backward pass alone
-        grads = _backward(*grads, *outputs, *inputs)
-        return tuple(_spread([grad for i, grad in zip(_FLOATING, grads) if inputs[i] is not None], inputs))
+        grads = ctx.operator.backward(*grads, *outputs, *inputs)
+        grads = [grad for i, grad in zip(_FLOATING, grads) if inputs[i] is not None]
+        return None, *_spread(grads, inputs)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -152,9 +157,10 @@ class _Attention(torch.autograd.Function):
 
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
+    def forward(ctx, operator, *arguments):
         with torch._C._AutoDispatchBelowAutograd():
-            grads = _backward(*arguments)
+            grads = operator.backward(*arguments)
+        ctx.operator = operator
         ctx.rest = [None if isinstance(x, Tensor) else x for x in arguments]
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
         return grads
@@ -174,12 +180,14 @@ class _AttentionBackward(torch.autograd.Function):
         # The outputs among the arguments are functions of the inputs: their share is in the inputs'
         # derivative.
         with torch.enable_grad():
-            inputs: list[Any] = [
-                alone(x) if i in _FLOATING and x is not None else x for i, x in enumerate(given)
-            ]
+            inputs: list[Any] = list(given)
+            for i in _FLOATING:
+                inputs[i] = None if inputs[i] is None else alone(inputs[i])
             grads = [alone(grad) for grad in grads]
             floating = [inputs[i] for i in _FLOATING if inputs[i] is not None]
-            outputs = reference.sparse_attention(*inputs[:6], *inputs[9:16])
+            graph, options = inputs[3:-8], inputs[-8:-1]
+            layout, edges = ctx.operator.layout(*graph), ctx.operator.listed(*graph)
+            outputs = reference.sparse_attention(*inputs[:3], *edges, *options, layout=layout)
             used = [i for i, x in enumerate(outputs) if x.requires_grad and grads[i].shape == x.shape]
             first = torch.autograd.grad(
                 [outputs[i] for i in used],
@@ -192,12 +200,42 @@ class _AttentionBackward(torch.autograd.Function):
         second = torch.autograd.grad(
             first, [*grads, *floating], seeds, create_graph=create_graph, materialize_grads=True
         )
-        return *second[:3], *[None] * 5, *_spread(second[3:], inputs)
+        return None, *second[:3], *[None] * 5, *_spread(second[3:], inputs)
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(_NO_FORWARD_MODE)
 
 
-torch.library.impl(_library, "sparse_attention", "Autograd")(_Attention.apply)
-torch.library.impl(_library, "sparse_attention_backward", "Autograd")(_AttentionBackward.apply)
+def _forward_cpu(query, key, value, rowptr, col, edge_id, colptr, row, edge_id_t, *options):
+    from graphattn.kernels import sparse_cpu  # Numba loads where a kernel runs
+
+    return sparse_cpu.forward(sparse_cpu.listed(rowptr, col, edge_id), query, key, value, *options)
+
+
+def _backward_cpu(*arguments):
+    from graphattn.kernels import sparse_cpu
+
+    rows, columns = sparse_cpu.listed(*arguments[11:14]), sparse_cpu.listed(*arguments[14:17])
+    return sparse_cpu.backward(rows, columns, *(arguments[:11] + arguments[17:]))
+
+
+_sparse_attention = define(
+    "sparse_attention",
+    # The indices of a graph, by query and by key (see graphattn.graph.SparseGraph).
+    "Tensor rowptr, Tensor col, Tensor edge_id, Tensor colptr, Tensor row, Tensor edge_id_t",
+    lambda rowptr, col, *_: (col.size(0),),
+    lambda rowptr, col, edge_id, *_: (rowptr, col, edge_id),
+    _forward_cpu,
+    _backward_cpu,
+)
+
+
+def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend over the edges of a graph: the schema above, the meaning of `reference.sparse_attention`.
+
+    Takes the indices by query and by key, and ``return_weights``; without it ``weights`` is empty. The
+    outputs are float32, or float64 for float64 inputs. Differentiable in reverse mode, twice in eager mode.
+    """
+    out, lse, _, _, weights = _sparse_attention(*inputs)
+    return out, lse, weights

@@ -56,6 +56,7 @@ BLOCK = 32  # edges worked on together
 PIECE = 2048  # longer rows are cut into pieces of so many edges: for balance, and for sums of bounded length
 _AHEAD = 8  # edges between asking for a row and reading it
 _SERIAL_WORK = 1_000_000  # multiply-adds below which more threads cost more than they save
+_AXIS = 8  # numbers that describe an axis
 _PARTS = 6  # parts of the work for each thread, so that rows of different cost even out
 _FIXED_DIMS = (8, 16, 32, 64, 128)  # a kernel with the dim compiled in is up to a third faster
 
@@ -63,24 +64,26 @@ _FIXED_DIMS = (8, 16, 32, 64, 128)  # a kernel with the dim compiled in is up to
 # address is 0 where an option is not used.
 _NUMBERS = (
     "heads", "dim", "value_dim", "features", "key_row", "value_row", "grouped", "num_rows", "num_pieces",
-    "num_far", "num_edges", "bias_edge_step", "bias_head_step", "grad_bias_by_edge", "pair_step",
+    "num_far", "num_edges", "bias_edge_step", "bias_query_step", "bias_head_step", "grad_bias_by_edge",
+    "grad_bias_query_step", "grad_bias_job_step", "pair_step", "axes", "by_query", "numbered", "query_slots",
 )  # fmt: skip
 _ADDRESSES = (
-    "row_pointer", "other", "edge_id", "pieces", "head_starts", "query", "key", "value", "bias", "edge_attr",
-    "projection", "transposed", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out", "grad_lse",
-    "grad_weights", "stats", "pairs", "grad_query", "grad_sums", "grad_bias", "grad_key", "grad_value",
+    "row_pointer", "other", "edge_id", "axis_table", "pieces", "head_starts", "query", "key", "value", "bias",
+    "edge_attr", "projection", "transposed", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out",
+    "grad_lse", "grad_weights", "stats", "pairs", "grad_query", "grad_sums", "grad_bias", "grad_key", "grad_value",
 )  # fmt: skip
 _RANDOM = ("seed", "drop_below")  # draws of 53 bits below drop_below drop a weight
 _FACTORS = ("scale", "softcap", "kept", "one")  # kept: factor of the weights that dropout keeps
 
 
 @functools.cache
-def _record(number: type) -> np.dtype:
+def _record(number: type, edge_number: type) -> np.dtype:
     return np.dtype(
         [
             *((name, np.int64) for name in (*_NUMBERS, *_ADDRESSES)),
             *((name, np.uint64) for name in _RANDOM),
             *((name, number) for name in _FACTORS),
+            ("edge_number", edge_number),  # any number of the type that edges are numbered in
         ]
     )
 
@@ -89,12 +92,20 @@ class Rows(NamedTuple):
     """Edges grouped into rows: row i has the edges ``pointer[i]`` to ``pointer[i + 1]``.
 
     Segment s of the work is row s, or piece s - num_rows: ``pieces[n] = (row, first edge, end)`` cut from a long row.
+    Edges are listed, or follow from axes: the far nodes of a row are then all combinations of one arithmetic
+    progression on each axis (see `_progressions`), and nothing is stored for an edge.
     """
 
     pointer: Tensor
-    other: Tensor  # the node at the far end of each edge
-    edge_id: Tensor  # the number of each edge in per-edge tensors
     pieces: np.ndarray
+    layout: tuple[int, int]  # shape of per-edge tensors
+    other: Tensor | None = None  # the node at the far end of each edge
+    edge_id: Tensor | None = None  # the number of each edge in per-edge tensors
+    axes: np.ndarray | None = None  # the numbers of each axis, see `_progressions`
+    by_query: bool = True
+    numbered: bool = True  # whether edge numbers are asked for
+    query_slots: int = 0  # by how much edge numbers grow from one query to the next
+    kept: tuple = ()  # what the addresses among the axes point to
 
 
 _function = njit(error_model="numpy")
@@ -143,15 +154,80 @@ def _block(c, s, done, stop, own, starts):
     return row - s, first, count, True
 
 
+@_function
+def _progressions(c, row, first, rows, starts, nodes, edges, odometer):
+    """List the edges of a block whose rows are products of arithmetic progressions, one on each axis.
+
+    Row x on an axis has the nodes ``first[x] + step t``, t = 0..count[x] - 1, the last axis running fastest. The edge
+    between query x and key y has the slot ``origin[x] + slot_step (y // step)`` on the axis. An axis is the numbers
+    (rows, step, step of the node, slot_step, step of the number) and the addresses of (first, count, origin).
+    """
+    table, last = pointer(c.axis_table, np.int64(0)), (c.axes - 1) * _AXIS
+    rank = first - pointer(c.row_pointer, np.int64(0))[row]  # of the first edge in its row
+    for r in range(rows):
+        e, end = starts[r], starts[r + 1]
+        if e == end:
+            continue
+        rest = row + r
+        for a in range(c.axes - 1, -1, -1):  # where the row is, and its edge, on each axis
+            axis = after(table, a * _AXIS)
+            x, t = rest, rank
+            if a > 0:
+                rest //= axis[0]
+                x -= rest * axis[0]
+                rank //= pointer(axis[6], np.int64(0))[x]
+                t -= rank * pointer(axis[6], np.int64(0))[x]
+            odometer[2 * a], odometer[2 * a + 1] = x, t
+        rank = 0
+        while e < end:
+            node = number = far = np.int64(0)
+            for a in range(c.axes):
+                axis = after(table, a * _AXIS)
+                x, t = np.int64(odometer[2 * a]), np.int64(odometer[2 * a + 1])
+                far = pointer(axis[5], np.int64(0))[x] + axis[1] * t
+                node += far * axis[2]
+                if c.numbered != 0:
+                    query, key = (x, far) if c.by_query != 0 else (far, x)
+                    number += (pointer(axis[7], np.int64(0))[query] + axis[3] * (key // axis[1])) * axis[4]
+            axis = after(table, last)
+            step, slot_step = axis[1], axis[3]
+            count = pointer(axis[6], np.int64(0))[odometer[2 * (c.axes - 1)]] - odometer[2 * (c.axes - 1) + 1]
+            count = min(count, end - e)
+            for k in range(count):
+                nodes[e + k] = node + k * step
+            if c.numbered != 0 and c.by_query != 0:
+                number += (row + r) * c.query_slots
+                for k in range(count):
+                    edges[e + k] = number + k * slot_step
+            elif c.numbered != 0:
+                origin = after(pointer(axis[7], np.int64(0)), far)
+                for k in range(count):
+                    edges[e + k] = number + origin[k * step] - origin[0] + (node + k * step) * c.query_slots
+            e += count
+            a = c.axes - 1
+            odometer[2 * a + 1] += count
+            count = pointer(axis[6], np.int64(0))[odometer[2 * a]]
+            while a > 0 and odometer[2 * a + 1] >= count:
+                odometer[2 * a + 1] = 0
+                a -= 1
+                odometer[2 * a + 1] += 1
+                count = pointer(table[a * _AXIS + 6], np.int64(0))[odometer[2 * a]]
+
+
 @_part
 def _walk(work, c, L, D, Dv, jobs, counter, reals, integers):
     """Take job after job and work through its rows, block after block.
 
-    ``place`` and ``at`` are where the first row of the block stands among rows, and among rows and pieces of rows.
+    ``row`` is the first row of the block, ``place`` and ``at`` are where it stands, with those of other leading
+    indices, among rows and among rows and pieces of rows. Edge e of the block comes from or goes to node ``nodes[e]``
+    and has the number ``edges[e]`` in per-edge tensors; ``known`` edges are listed from here on.
     """
-    own = pointer(integers, np.int32(0))
+    numbers = pointer(integers, c.edge_number)
+    own = after(pointer(integers, np.int32(0)), 2 * BLOCK)
     starts = after(own, BLOCK)
     alone = after(starts, BLOCK + 1)  # row r is number r
+    far = after(alone, BLOCK)
+    odometer = after(far, BLOCK)
     pieces = pointer(c.pieces, np.int64(0))
     job = take(pointer(counter, np.int64(0)))
     while job < jobs.shape[0]:
@@ -160,11 +236,19 @@ def _walk(work, c, L, D, Dv, jobs, counter, reals, integers):
             while s < stop:
                 rows, first, count, complete = _block(c, s, done, stop, own, starts)
                 whole = s < c.num_rows
-                place = b * c.num_rows + (s if whole else pieces[3 * (s - c.num_rows)])
+                row = s if whole else pieces[3 * (s - c.num_rows)]
+                place = b * c.num_rows + row
                 at = b * (c.num_rows + c.num_pieces) + s
+                if c.axes > 0:
+                    _progressions(c, row, first, rows, starts, far, numbers, odometer)
+                    nodes, edges, known = far, numbers, np.int64(0)
+                else:
+                    nodes = after(pointer(c.other, np.int32(0)), first)
+                    edges = after(pointer(c.edge_id, c.edge_number), first)
+                    known = c.num_edges - first
                 work(
-                    c, L, D, Dv, pointer(reals, c.one), own, starts, alone, b, place, at, rows, first, count,
-                    done == 0, complete, whole,
+                    c, L, D, Dv, pointer(reals, c.one), own, starts, alone, nodes, edges, known, b, row, place, at,
+                    job, rows, count, done == 0, complete, whole,
                 )  # fmt: skip
                 s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
         job = take(pointer(counter, np.int64(0)))
@@ -282,12 +366,12 @@ def _put(sums, at, sum, fresh, L):
 
 
 @_function
-def _modify(scores, slopes, edges, count, c):
-    """Scale, cap and bias the scores of a block; slopes are those of the cap."""
+def _modify(scores, slopes, edges, queries, row, count, c):
+    """Scale, cap and bias the scores of a block; slopes are those of the cap. Edge e has query row + queries[e]."""
     padded = (c.heads + 7) // 8 * 8
     bias = pointer(c.bias, c.one)
     for e in range(count):
-        at = edges[e] * c.bias_edge_step
+        at = edges[e] * c.bias_edge_step + (row + queries[e]) * c.bias_query_step
         for h in range(c.heads):
             score = scores[e * padded + h] * c.scale
             if c.softcap > 0:
@@ -424,7 +508,8 @@ def _softmax(c, scores, state, extra, starts, at, place, rows, factor, fresh, co
 
 @_part
 def _forward_block(
-    c, L, D, Dv, reals, own, starts, alone, b, place, at, rows, first, count, fresh, complete, whole
+    c, L, D, Dv, reals, own, starts, alone, nodes, edges, known, b, row, place, at, job, rows, count, fresh,
+    complete, whole,
 ):  # fmt: skip
     """The output, lse and aggregate of the rows of a block."""
     heads, F, L8 = c.heads, c.features, lanes(8)
@@ -439,8 +524,7 @@ def _forward_block(
     key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
     value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
     shared = after(head_starts, 5 * heads)
-    nodes, edges = after(pointer(c.other, np.int32(0)), first), after(pointer(c.edge_id, np.int32(0)), first)
-    known, last = c.num_edges - first, complete and whole
+    last = complete and whole
     query = after(pointer(c.query, c.one), place * heads * D)
     key = after(pointer(c.key, c.one), b * c.num_far * c.key_row)
     value = after(pointer(c.value, c.one), b * c.num_far * c.value_row)
@@ -458,7 +542,7 @@ def _forward_block(
         _add_features(scores, extra, edge_query, own, edges, count, known, c)
     factor = c.scale
     if c.bias != 0 or c.softcap > 0:
-        _modify(scores, slopes, edges, count, c)
+        _modify(scores, slopes, edges, own, row, count, c)
         factor = c.one
     if c.logits != 0:
         for e in range(count):
@@ -491,7 +575,7 @@ def _forward_block(
 
 
 @_function
-def _grads(scores, grads, slopes, stats, stat_rows, edges, b, count, c):
+def _grads(scores, grads, slopes, stats, stat_rows, edges, row, b, count, c):
     """From the products q·k and dO·v of a block to the weights p and the gradients of the modified scores.
 
     Without bias and soft cap, times scale: the gradients of q·k.
@@ -499,7 +583,7 @@ def _grads(scores, grads, slopes, stats, stat_rows, edges, b, count, c):
     padded, L = (c.heads + 7) // 8 * 8, lanes(8)
     factor = rest = splat(c.scale, L)
     if c.bias != 0 or c.softcap > 0:
-        _modify(scores, slopes, edges, count, c)
+        _modify(scores, slopes, edges, stat_rows, row, count, c)
         factor = rest = splat(c.one, L)
     if c.drop_below > 0:
         _drop(grads, edges, b * c.num_edges, count, c)
@@ -550,7 +634,8 @@ def _statistics(c, L, Dv, stat, deltas, alone, grad_out, place, rows):
 
 @_part
 def _query_block(
-    c, L, D, Dv, reals, own, starts, alone, b, place, at, rows, first, count, fresh, complete, whole
+    c, L, D, Dv, reals, own, starts, alone, nodes, edges, known, b, row, place, at, job, rows, count, fresh,
+    complete, whole,
 ):  # fmt: skip
     """The gradients of the queries of a block and of a bias, and the statistics of its rows."""
     heads, F, L8 = c.heads, c.features, lanes(8)
@@ -566,8 +651,6 @@ def _query_block(
     key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
     value_heads, feature_heads = after(head_starts, 3 * heads), after(head_starts, 4 * heads)
     shared = after(head_starts, 5 * heads)
-    nodes, edges = after(pointer(c.other, np.int32(0)), first), after(pointer(c.edge_id, np.int32(0)), first)
-    known = c.num_edges - first
     query = after(pointer(c.query, c.one), place * heads * D)
     key = after(pointer(c.key, c.one), b * c.num_far * c.key_row)
     value = after(pointer(c.value, c.one), b * c.num_far * c.value_row)
@@ -596,10 +679,13 @@ def _query_block(
             _map(edge_grad, grad_out, pointer(c.transposed, c.one), rows, heads, Dv, F, False)
         _add_features(scores, extra, edge_query, own, edges, count, known, c)
         _add_features(grads, extra, edge_grad, own, edges, count, known, c)
-    _grads(scores, grads, slopes, stat, own, edges, b, count, c)
+    _grads(scores, grads, slopes, stat, own, edges, row, b, count, c)
     if c.grad_bias != 0:
         for e in range(count):
-            to = after(grad_bias, (edges[e] if c.grad_bias_by_edge != 0 else at + own[e]) * heads)
+            entry = at + own[e]
+            if c.grad_bias_by_edge != 0:
+                entry = edges[e] + (row + own[e]) * c.grad_bias_query_step + job * c.grad_bias_job_step
+            to = after(grad_bias, entry * heads)
             for h in range(heads):
                 to[h] += grads[e * padded + h]
     if c.bias != 0 or c.softcap > 0:
@@ -627,7 +713,8 @@ def _query_block(
 
 @_part
 def _key_block(
-    c, L, D, Dv, reals, own, starts, alone, b, place, at, rows, first, count, fresh, complete, whole
+    c, L, D, Dv, reals, own, starts, alone, nodes, edges, known, b, row, place, at, job, rows, count, fresh,
+    complete, whole,
 ):  # fmt: skip
     """The gradients of the keys and values of a block."""
     heads, padded = c.heads, (c.heads + 7) // 8 * 8
@@ -637,8 +724,6 @@ def _key_block(
     head_starts = pointer(c.head_starts, np.int64(0))
     key_heads, out_heads = after(head_starts, heads), after(head_starts, 2 * heads)
     value_heads = after(head_starts, 3 * heads)
-    nodes, edges = after(pointer(c.other, np.int32(0)), first), after(pointer(c.edge_id, np.int32(0)), first)
-    known = c.num_edges - first
     query = after(pointer(c.query, c.one), b * c.num_far * heads * D)
     key = after(pointer(c.key, c.one), place * c.key_row)
     value = after(pointer(c.value, c.one), place * c.value_row)
@@ -667,7 +752,7 @@ def _key_block(
             grads, value, c.value_row, own, value_heads, grad_out, heads * Dv, nodes, out_heads, value_step,
             count, heads, Dv, L, known, stats, np.int64(0),
         )  # fmt: skip
-        _grads(scores, grads, slopes, stats, nodes, edges, b, count, c)
+        _grads(scores, grads, slopes, stats, nodes, edges, np.int64(0), b, count, c)
         if c.bias != 0 or c.softcap > 0:
             _chain(grads, slopes, count, c)
         if c.drop_below > 0:
@@ -776,7 +861,7 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     def work() -> None:
         # Not allocated in the kernel: Numba frees an array that only its address is used of.
         reals = np.ones(size, call.dtype["scale"])
-        integers = np.arange(-2 * BLOCK - 1, BLOCK, dtype=np.int32)
+        integers = np.arange(-4 * BLOCK - 1, 2 * BLOCK + 2 * int(call["axes"][0]), dtype=np.int32)
         kernel(call, jobs, counter.ctypes.data, reals.ctypes.data, integers.ctypes.data)
 
     others = min(torch.get_num_threads(), len(jobs)) - 1
@@ -796,7 +881,7 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
 
 def _jobs(rows: Rows, batch: int, work_per_edge: int) -> np.ndarray:
     """Cut the work into ranges (leading index from, to; segment from, to) of about equal numbers of edges and rows."""
-    num_rows, num_edges, num_pieces = rows.pointer.numel() - 1, rows.other.numel(), rows.pieces.shape[0]
+    num_rows, num_edges, num_pieces = rows.pointer.numel() - 1, int(rows.pointer[-1]), rows.pieces.shape[0]
     parts = _PARTS * torch.get_num_threads()
     if batch * (num_edges + num_rows) * work_per_edge < _SERIAL_WORK or parts == _PARTS:
         return np.array([[0, batch, 0, num_rows + num_pieces]])
@@ -811,19 +896,76 @@ def _jobs(rows: Rows, batch: int, work_per_edge: int) -> np.ndarray:
     return np.array([(b, b + 1, start, stop) for b in range(batch) for start, stop in ranges])
 
 
-def _rows(rowptr: Tensor, col: Tensor, edge_id: Tensor) -> Rows:
-    pieces = np.empty((0, 3), np.int64)
-    if col.numel() > PIECE:
-        pointer = rowptr.numpy()
-        pieces = np.array(
-            [
-                (row, first, min(first + PIECE, pointer[row + 1]))
-                for row in np.flatnonzero(np.diff(pointer) > PIECE)
-                for first in range(pointer[row], pointer[row + 1], PIECE)
-            ],
-            np.int64,
-        ).reshape(-1, 3)
-    return Rows(rowptr.contiguous(), col.contiguous(), edge_id.contiguous(), pieces)
+def _fixed_jobs(rows: Rows) -> np.ndarray:
+    """Jobs that do not depend on the number of threads, no two of which have edges of one row or piece.
+
+    Few enough that a number per job and slot takes no more room than 16 rows of all slots, or one per query.
+    """
+    num_rows, slots = rows.pointer.numel() - 1, max(rows.layout[1], 1)
+    parts = max(16, min(num_rows // 256, 16 * num_rows // slots))
+    cuts = sorted({num_rows * n // parts for n in range(parts + 1)})
+    by_piece = num_rows + np.searchsorted(rows.pieces[:, 0], cuts)
+    cuts = [*itertools.pairwise(cuts), *itertools.pairwise(by_piece.tolist())]
+    return np.array([(0, 1, start, stop) for start, stop in cuts if start < stop], np.int64).reshape(-1, 4)
+
+
+def listed(rowptr: Tensor, other: Tensor, edge_id: Tensor) -> Rows:
+    """Rows of listed edges."""
+    return Rows(
+        rowptr.contiguous(),
+        _pieces(rowptr.numpy()),
+        (1, other.numel()),
+        other.contiguous(),
+        edge_id.contiguous(),
+    )
+
+
+def progressions(
+    by_query: Tensor,
+    by_key: Tensor,
+    axes: Sequence[int],
+    layout: Sequence[int],
+    of_queries: bool,
+    numbered: bool,
+) -> Rows:
+    """Rows of edges that follow from a rule, described as for `intervals.interval_attention`."""
+    kept = by_query, by_key = by_query.contiguous(), by_key.contiguous()
+    first, _, slot = by_query.numpy()
+    # The slot of a query's key y is origin + slot_step (y // step).
+    origin = slot.copy() if numbered else slot
+    rows, degree = [], np.ones(1, np.int64)
+    query = key = 0
+    for queries, keys, step, slot_step, slots in zip(*(axes[n::5] for n in range(5))):
+        if numbered:
+            origin[query : query + queries] -= slot_step * (first[query : query + queries] // step)
+        at, own, far = (query, queries, keys) if of_queries else (key, keys, queries)
+        starts, counts = by_query[:2, at : at + own] if of_queries else by_key[:, at : at + own]
+        degree = np.multiply.outer(degree, counts.numpy()).ravel()
+        addresses = starts.data_ptr(), counts.data_ptr(), origin[query:].ctypes.data
+        rows.append([own, step, far, slot_step, slots, *addresses])
+        query, key = query + queries, key + keys
+    table = np.array(rows, np.int64).reshape(-1, _AXIS)
+    # Sizes become distances in row-major order.
+    for column in (2, 4):
+        table[:, column] = np.append(table[:0:-1, column].cumprod()[::-1], 1)
+    pointer = np.zeros(degree.size + 1, np.int64)
+    np.cumsum(degree, out=pointer[1:])
+    return Rows(
+        torch.from_numpy(pointer), _pieces(pointer), (1 if len(layout) == 1 else layout[0], layout[-1]), axes=table,
+        by_query=of_queries, numbered=numbered, query_slots=math.prod(axes[4::5]), kept=(*kept, origin),
+    )  # fmt: skip
+
+
+def _pieces(pointer: np.ndarray) -> np.ndarray:
+    """Cut the long rows: (row, first edge, end)."""
+    if pointer[-1] <= PIECE:
+        return np.empty((0, 3), np.int64)
+    long = np.flatnonzero(np.diff(pointer) > PIECE)
+    counts = -(-(pointer[long + 1] - pointer[long]) // PIECE)
+    rank = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    row = np.repeat(long, counts)
+    first = pointer[row] + rank * PIECE
+    return np.stack([row, first, np.minimum(first + PIECE, pointer[row + 1])], axis=1)
 
 
 @np.errstate(all="ignore")  # an infinite score makes NaN, as in any softmax
@@ -877,19 +1019,29 @@ class _Call:
     """The arguments of an operator call as the kernels take them."""
 
     def __init__(
-        self, query, key, value, rowptr, col, edge_id, colptr, row, edge_id_t,
+        self, layout, query, key, value,
         bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
     ):  # fmt: skip
         self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.batch, self.num_queries, self.heads, self.dim = query.shape
         self.num_keys, self.kv_heads, self.value_dim = value.shape[1:]
-        self.num_edges = col.numel()
+        self.num_edges = math.prod(layout)
         self.features = 0 if edge_attr is None else edge_attr.size(1)
         self.padded = -(-self.heads // 8) * 8
         fixed = self.dim if self.dim == self.value_dim and self.dim in _FIXED_DIMS else 0
         self.kernels = _kernels(fixed, min(fixed, 64) if fixed else 8)
         self.work_per_edge = self.heads * (self.dim + self.value_dim + self.features)
         self.projection = None if edge_projection is None else edge_projection.detach().to(self.wide)
+        # How the entry of a bias follows from the number of an edge and its query, and whether edges have entries of
+        # their own (1), those of a slot share one (2), or those of a query or all (0).
+        self.bias_kind = edge_step = query_step = bias_width = 0
+        if bias is not None:
+            queries, slots, bias_width = bias.shape if bias.dim() == 3 else (1, *bias.shape)
+            if slots == layout[1]:
+                self.bias_kind = 1 if queries == layout[0] else 2
+                edge_step, query_step = 1, 0 if queries == layout[0] else -slots
+            elif queries > 1:
+                query_step = 1
         starts = _starts(self.heads, self.kv_heads, self.dim, self.value_dim, self.features)
         self.values: dict = {}
         self.kept: list = [starts]  # what addresses point to
@@ -902,8 +1054,9 @@ class _Call:
             value_row=self.kv_heads * self.value_dim,
             grouped=self.heads != self.kv_heads,
             num_edges=self.num_edges,
-            bias_edge_step=0 if bias is None or bias.size(0) == 1 else bias.size(1),
-            bias_head_step=0 if bias is None or bias.size(1) == 1 else 1,
+            bias_edge_step=edge_step * bias_width,
+            bias_query_step=query_step * bias_width,
+            bias_head_step=int(bias_width > 1),
             head_starts=starts.ctypes.data,
             query=query,
             key=key,
@@ -918,6 +1071,7 @@ class _Call:
             softcap=softcap,
             kept=1 / (1 - dropout_p) if dropout_p < 1 else 0,
             one=1,
+            edge_number=1,
         )
 
     def fill(self, **arguments) -> None:
@@ -938,11 +1092,20 @@ class _Call:
             "num_pieces": rows.pieces.shape[0],
             "num_far": num_far,
             "row_pointer": rows.pointer.data_ptr(),
-            "other": rows.other.data_ptr(),
-            "edge_id": rows.edge_id.data_ptr(),
             "pieces": rows.pieces.ctypes.data,
         }
-        record = _record(np.float64 if self.wide == torch.float64 else np.float32)
+        if rows.other is not None and rows.edge_id is not None:
+            values |= {"other": rows.other.data_ptr(), "edge_id": rows.edge_id.data_ptr()}
+        if rows.axes is not None:
+            values |= {
+                "axes": len(rows.axes),
+                "axis_table": rows.axes.ctypes.data,
+                "by_query": rows.by_query,
+                "numbered": rows.numbered,
+                "query_slots": rows.query_slots,
+            }
+        number = np.float64 if self.wide == torch.float64 else np.float32
+        record = _record(number, np.int32 if rows.axes is None else np.int64)
         return np.array([tuple([values.get(name, 0) for name in record.names or ()])], record)
 
     def rows_of(self, rows: Rows, *shape: int) -> Tensor:
@@ -962,14 +1125,16 @@ class _Call:
         return room[:, : rows.pointer.numel() - 1].contiguous() if rows.pieces.shape[0] else room
 
 
-def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The body of ``graphattn::sparse_attention``."""
-    call, return_weights = _Call(*inputs), inputs[-1]
-    rows, H = _rows(*inputs[3:6]), call.heads
+def forward(rows: Rows, *inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The body of an attention operator: its inputs but for those that describe the graph."""
+    call, return_weights = _Call(rows.layout, *inputs), inputs[-1]
+    H = call.heads
     out, aggregate = call.rows_of(rows, H, call.value_dim), call.rows_of(rows, H, call.features)
     lse = torch.empty(call.batch, call.num_queries, H, dtype=call.wide)
     lse_low = torch.empty_like(lse)
-    weights = torch.empty((call.batch, call.num_edges, H) if return_weights else 0, dtype=call.wide)
+    # A place that no edge has keeps the weight exp(-inf) = 0.
+    shape = (call.batch, call.num_edges, H) if return_weights else (0,)
+    weights = torch.full(shape, -torch.inf, dtype=call.wide)
     call.fill(out=out, aggregate=aggregate, lse=lse, lse_low=lse_low, logits=weights)
     peak, norm = (call.rows_of(rows, call.padded if rows.pieces.shape[0] else 0) for _ in range(2))
     call.fill(peak=peak, norm=norm)
@@ -981,35 +1146,62 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             _merge_weighted(rows, peak, norm, lse.numpy(), lse_low.numpy(), sums)
             call.add_projected(out, aggregate, rows)
     if return_weights:
-        number = rows.edge_id.long()
-        row = torch.empty_like(number)
-        row[number] = torch.repeat_interleave(rows.pointer.diff())
         base = lse.clamp_min(torch.finfo(call.wide).min)  # all scores -inf: not NaN but 0
-        weights.sub_(base[:, row]).sub_(lse_low[:, row]).exp_()
+        if rows.query_slots:
+            of_query = weights.view(call.batch, *rows.layout, H)
+            of_query.sub_(base.unsqueeze(2)).sub_(lse_low.unsqueeze(2)).exp_()
+        else:
+            query = _query_of_edges(rows)
+            weights.sub_(base[:, query]).sub_(lse_low[:, query]).exp_()
     return call.whole(rows, out), lse, lse_low, call.whole(rows, aggregate), weights
 
 
+def _query_of_edges(rows: Rows) -> Tensor:
+    """The query of each edge number, where every number is an edge: of listed rows, or of a ragged graph."""
+    degree = rows.pointer.diff()
+    if rows.edge_id is not None:
+        number = rows.edge_id.long()
+        query = torch.empty_like(number)
+        query[number] = torch.repeat_interleave(degree)
+        return query
+    by_first = rows.kept[0][2].argsort()  # the queries by the number of their first edge
+    return by_first.repeat_interleave(degree[by_first])
+
+
 def backward(
-    grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The body of ``graphattn::sparse_attention_backward``."""
-    call = _Call(*inputs)
-    query, (bias, edge_attr, edge_projection) = inputs[0], inputs[9:12]
-    rows, columns, H, F = _rows(*inputs[3:6]), _rows(*inputs[6:9]), call.heads, call.features
+    rows: Rows, columns: Rows,
+    grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The body of the backward pass of an attention operator; inputs as in `forward`."""
+    call = _Call(rows.layout, *inputs)
+    query, (bias, edge_attr, edge_projection) = inputs[0], inputs[3:6]
+    H, F = call.heads, call.features
     # An empty gradient is one that is not there.
     grad_out = grad_out if grad_out.numel() == out.numel() else torch.zeros_like(out)
     if grad_weights.numel():
         # Through the weights, δ_i gains Σ_j p_ij dP_ij.
-        row = torch.repeat_interleave(rows.pointer.diff())
-        through = (weights * grad_weights).double()[:, rows.edge_id.long()]
-        through = through.new_zeros(call.batch, call.num_queries, H).index_add_(1, row, through)
+        through = (weights * grad_weights).double()
+        if rows.query_slots:
+            through = through.view(call.batch, *rows.layout, H)
+            # What flows into a place without an edge counts for nothing, not even if it is NaN.
+            through = through.where(weights.view_as(through) > 0, 0).sum(2)
+        else:
+            query, empty = _query_of_edges(rows), through.new_zeros(call.batch, call.num_queries, H)
+            through = empty.index_add_(1, query, through)
         grad_lse = (grad_lse if grad_lse.numel() else 0.0) - through.to(call.wide)
     grad_query, grad_sums = call.rows_of(rows, H, call.dim), call.rows_of(rows, H, F)
     grad_key = call.rows_of(columns, call.kv_heads, call.dim)
     grad_value = call.rows_of(columns, call.kv_heads, call.value_dim)
     grad_bias = torch.empty(0, dtype=call.wide)
-    if bias is not None:  # one for all edges is summed by row
-        shape = (call.num_edges,) if bias.size(0) != 1 else grad_query.shape[:2]
+    # What is summed or kept per edge belongs to one leading index at a time.
+    together = bias is None and F == 0
+    query_jobs, key_jobs = (
+        _jobs(x, call.batch if together else 1, call.work_per_edge) for x in (rows, columns)
+    )
+    if call.bias_kind == 2:
+        query_jobs = _fixed_jobs(rows)
+    if bias is not None:
+        shape = (grad_query.shape[:2], (call.num_edges,), (len(query_jobs), rows.layout[1]))[call.bias_kind]
         grad_bias = torch.zeros(*shape, H, dtype=call.wide)
     # The pairs of an edge become the gradient of its features.
     pairs = torch.empty(call.num_edges if F else 0, max(F, 2 * H), dtype=call.wide)
@@ -1027,16 +1219,13 @@ def backward(
         grad_query=grad_query,
         grad_sums=grad_sums,
         grad_bias=grad_bias,
-        grad_bias_by_edge=bias is not None and bias.size(0) != 1,
+        grad_bias_by_edge=call.bias_kind != 0,
+        grad_bias_query_step=-rows.layout[1] if call.bias_kind == 2 else 0,
+        grad_bias_job_step=rows.layout[1] if call.bias_kind == 2 else 0,
         grad_key=grad_key,
         grad_value=grad_value,
     )
     by_row, by_column = call.over(rows, call.num_keys), call.over(columns, call.num_queries)
-    # What is summed or kept per edge belongs to one leading index at a time.
-    together = bias is None and F == 0
-    query_jobs, key_jobs = (
-        _jobs(x, call.batch if together else 1, call.work_per_edge) for x in (rows, columns)
-    )
     grad_edge_attr = pairs[:, :F] if call.batch == 1 else torch.zeros(pairs.size(0), F, dtype=call.wide)
     for b in range(1 if together else call.batch):
         at = np.array([b, b, 0, 0])
@@ -1048,6 +1237,14 @@ def backward(
             grad_edge_attr += pairs[:, :F]
     _merge(rows, (grad_query.numpy(), grad_sums.numpy()))
     call.add_projected(grad_query, grad_sums, rows)
+    if bias is not None and bias.dim() == 3:  # in the shape of the layout
+        if call.bias_kind == 0:
+            _merge(rows, (grad_bias.numpy(),))
+            grad_bias = call.whole(rows, grad_bias).sum(0).unsqueeze(1)
+        elif call.bias_kind == 1:
+            grad_bias = grad_bias.view(*rows.layout, H)
+    else:
+        grad_bias = grad_bias.view(-1, H)
     _merge(columns, (grad_key.numpy(), grad_value.numpy()))
 
     grad_projection = None
@@ -1071,7 +1268,7 @@ def backward(
         call.whole(rows, grad_query).to(inputs[0].dtype),
         call.whole(columns, grad_key).to(inputs[1].dtype),
         call.whole(columns, grad_value).to(inputs[2].dtype),
-        like(grad_bias.view(-1, H), bias),
+        like(grad_bias, bias),
         like(grad_edge_attr, edge_attr),
         like(grad_projection, edge_projection),
     )
