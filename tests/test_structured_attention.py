@@ -462,7 +462,7 @@ def test_vmap_and_autocast():
 
 def test_no_forward_mode():
     graph, x = WindowGraph(5, 1), torch.randn(5, 1, 4)
-    with pytest.raises(NotImplementedError, match="reverse mode"):
+    with pytest.raises(NotImplementedError, match="forward mode"):
         torch.func.jvp(lambda x: graph_attention(x, x, x, graph), (x,), (x,))
 
 
