@@ -1,4 +1,4 @@
-"""Attention on listed edges on the CPU: Numba kernels and the calls that spread them over threads.
+"""Attention on edges, listed or following from a rule, on the CPU: Numba kernels, spread over threads.
 
 A kernel walks rows of edges: all edges of one query (forward, and the backward pass that gives the gradients of the
 queries), or all edges of one key (the pass that gives those of keys and values). It works on a block of edges at a
@@ -97,6 +97,7 @@ class Rows(NamedTuple):
     """
 
     pointer: Tensor
+    num_edges: int
     pieces: np.ndarray
     layout: tuple[int, int]  # shape of per-edge tensors
     other: Tensor | None = None  # the node at the far end of each edge
@@ -239,7 +240,7 @@ def _walk(work, c, L, D, Dv, jobs, counter, reals, integers):
                 row = s if whole else pieces[3 * (s - c.num_rows)]
                 place = b * c.num_rows + row
                 at = b * (c.num_rows + c.num_pieces) + s
-                if c.axes > 0:
+                if per_line(numbers) == 8:  # known when it is compiled: progressions number edges in 64 bits
                     _progressions(c, row, first, rows, starts, far, numbers, odometer)
                     nodes, edges, known = far, numbers, np.int64(0)
                 else:
@@ -881,7 +882,7 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
 
 def _jobs(rows: Rows, batch: int, work_per_edge: int) -> np.ndarray:
     """Cut the work into ranges (leading index from, to; segment from, to) of about equal numbers of edges and rows."""
-    num_rows, num_edges, num_pieces = rows.pointer.numel() - 1, int(rows.pointer[-1]), rows.pieces.shape[0]
+    num_rows, num_edges, num_pieces = rows.pointer.numel() - 1, rows.num_edges, rows.pieces.shape[0]
     parts = _PARTS * torch.get_num_threads()
     if batch * (num_edges + num_rows) * work_per_edge < _SERIAL_WORK or parts == _PARTS:
         return np.array([[0, batch, 0, num_rows + num_pieces]])
@@ -911,12 +912,10 @@ def _fixed_jobs(rows: Rows) -> np.ndarray:
 
 def listed(rowptr: Tensor, other: Tensor, edge_id: Tensor) -> Rows:
     """Rows of listed edges."""
+    num_edges = other.numel()
+    pieces = _pieces(rowptr.numpy(), num_edges)
     return Rows(
-        rowptr.contiguous(),
-        _pieces(rowptr.numpy()),
-        (1, other.numel()),
-        other.contiguous(),
-        edge_id.contiguous(),
+        rowptr.contiguous(), num_edges, pieces, (1, num_edges), other.contiguous(), edge_id.contiguous()
     )
 
 
@@ -950,15 +949,16 @@ def progressions(
         table[:, column] = np.append(table[:0:-1, column].cumprod()[::-1], 1)
     pointer = np.zeros(degree.size + 1, np.int64)
     np.cumsum(degree, out=pointer[1:])
+    num_edges, layout = int(pointer[-1]), (1 if len(layout) == 1 else layout[0], layout[-1])
     return Rows(
-        torch.from_numpy(pointer), _pieces(pointer), (1 if len(layout) == 1 else layout[0], layout[-1]), axes=table,
-        by_query=of_queries, numbered=numbered, query_slots=math.prod(axes[4::5]), kept=(*kept, origin),
+        torch.from_numpy(pointer), num_edges, _pieces(pointer, num_edges), layout, axes=table, by_query=of_queries,
+        numbered=numbered, query_slots=math.prod(axes[4::5]), kept=(*kept, origin),
     )  # fmt: skip
 
 
-def _pieces(pointer: np.ndarray) -> np.ndarray:
+def _pieces(pointer: np.ndarray, num_edges: int) -> np.ndarray:
     """Cut the long rows: (row, first edge, end)."""
-    if pointer[-1] <= PIECE:
+    if num_edges <= PIECE:
         return np.empty((0, 3), np.int64)
     long = np.flatnonzero(np.diff(pointer) > PIECE)
     counts = -(-(pointer[long + 1] - pointer[long]) // PIECE)
@@ -1134,7 +1134,9 @@ def forward(rows: Rows, *inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     lse_low = torch.empty_like(lse)
     # A place that no edge has keeps the weight exp(-inf) = 0.
     shape = (call.batch, call.num_edges, H) if return_weights else (0,)
-    weights = torch.full(shape, -torch.inf, dtype=call.wide)
+    weights = torch.empty(shape, dtype=call.wide)
+    if rows.axes is not None:
+        weights.fill_(-torch.inf)
     call.fill(out=out, aggregate=aggregate, lse=lse, lse_low=lse_low, logits=weights)
     peak, norm = (call.rows_of(rows, call.padded if rows.pieces.shape[0] else 0) for _ in range(2))
     call.fill(peak=peak, norm=norm)
