@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
 
-from graphattn.graph import Graph, SparseGraph
+from graphattn.graph import CompleteGraph, Graph, SparseGraph, WindowGraph
+from graphattn.kernels.blocks import block_attention
 from graphattn.kernels.sparse import sparse_attention
 
 if TYPE_CHECKING:
@@ -89,7 +90,18 @@ def graph_attention(
     et al., `Masked Label Prediction <https://arxiv.org/abs/2009.03509>`_, 2021.
     """
     out, lse, _ = _attend(
-        query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, False
+        query,
+        key,
+        value,
+        graph,
+        bias,
+        edge_attr,
+        edge_projection,
+        scale,
+        softcap,
+        dropout_p,
+        return_lse,
+        False,
     )
     return (out, lse) if return_lse else out
 
@@ -128,13 +140,24 @@ def attention_weights(
     # formed either.
     value = key[..., :0] if isinstance(key, Tensor) else key
     _, _, weights = _attend(
-        query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, 0.0, True
+        query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, 0.0, False, True
     )
     return weights
 
 
 def _attend(
-    query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, return_weights
+    query,
+    key,
+    value,
+    graph,
+    bias,
+    edge_attr,
+    edge_projection,
+    scale,
+    softcap,
+    dropout_p,
+    return_lse,
+    return_weights,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check once, fill defaults, call one kernel: (out, lse, weights), the last empty unless asked for."""
     if not isinstance(graph, Graph):
@@ -184,6 +207,18 @@ def _attend(
             )  # fmt: skip
             if edge_projection is not None and not return_weights:
                 out = out + _contract("bnhf,hfd->bnhd", aggregate, edge_projection)
+        case CompleteGraph() | WindowGraph() if _in_blocks(graph, bias, return_weights):
+            before, after = (
+                graph.radius if isinstance(graph, WindowGraph) else (None, 0 if graph.causal else None)
+            )
+            if graph.order is not None:
+                query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
+            out, lse, weights = block_attention(
+                query, key, value, bias, graph.ptr, seed, graph.offset, before, after, scale, softcap, dropout_p,
+                return_lse, return_weights,
+            )  # fmt: skip
+            if graph.order is not None:
+                out, lse = (torch.empty_like(x).index_copy(1, graph.order, x) for x in (out, lse))
         case _:
             raise NotImplementedError(
                 f"graph_attention has no kernel for {type(graph).__name__}. Use graph.to_sparse()."
@@ -193,6 +228,22 @@ def _attend(
     if return_weights:
         weights = weights.view(*leading, *weights.shape[1:])
     return out, lse, weights
+
+
+def _in_blocks(graph: CompleteGraph | WindowGraph, bias: Tensor | None, return_weights: bool) -> bool:
+    """Whether blocks of consecutive queries and keys serve the graph better than one row of edges at a time.
+
+    They hold as many scores as there are pairs, so the band must be wide and its edge tensors, if any, a matrix.
+    """
+    matrix = graph.edge_shape == (graph.num_queries, graph.num_keys)
+    if (bias is not None or return_weights) and (graph.ptr is not None or not matrix):
+        return False
+    if isinstance(graph, WindowGraph):
+        before, after = graph.radius
+        bounded = before is not None and after is not None
+        if graph.dilation != 1 or (bounded and (bias is not None or return_weights or before + after < 128)):
+            return False
+    return graph.ptr is None or graph.num_edges >= 64 * graph.num_queries
 
 
 def _contract(equation: str, x: Tensor, projection: Tensor) -> Tensor:
