@@ -9,6 +9,7 @@ out and lse: memory of a block at a time, never of all pairs. `graphattn.kernels
 derivative of its backward pass, which second derivatives ask for, is the one of the formula at the end of this file.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ def sequences(ptr, num_queries, num_keys, offset, before, after) -> list[tuple[i
     bounds = [(0, num_queries, 0, num_keys)]
     if ptr is not None:
         line = ptr.tolist()
-        bounds = [(low, end, low, end) for low, end in zip(line, line[1:])]
+        bounds = [(low, end, low, end) for low, end in itertools.pairwise(line)]
     used = []
     for query, query_end, key, key_end in bounds:
         if after is not None:

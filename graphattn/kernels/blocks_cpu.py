@@ -1,8 +1,8 @@
 """Attention on blocks of consecutive keys on the CPU: matrix products, one block at a time on each thread.
 
-Blocks with all their edges and no option go through PyTorch's flash attention, which keeps no score. It has no
-fast path for masks, nor any for the rest, so other blocks form their scores, some queries at a time so that they stay in
-the second-level cache, and form them again, the very same bits, in the backward pass:
+Blocks with all their edges and no option go through PyTorch's flash attention, which keeps no score. It is slow with
+masks and has no room for the rest, so other blocks form their scores, some queries at a time so that they stay in the
+second-level cache, and form them again, the very same bits, in the backward pass:
 
     dV += (zP)ᵀ dO,    dS = P (z dO Vᵀ - δ),    dQ = scale · dS K,    dK += scale · dSᵀ Q,    δ = Σ_j P z dO Vᵀ - dlse
 
@@ -52,8 +52,6 @@ def forward(
     query, key, value = (_rows(x, wide) for x in (query, key, value))
     batch, num_queries, heads, _ = query.shape
     kv_heads, group = key.size(2), heads // key.size(2)
-    out = query.new_zeros(batch, num_queries, heads, value.size(3))
-    lse = query.new_full((batch, num_queries, heads), -math.inf)
     weights = (
         query.new_zeros(batch, num_queries, key.size(1), heads) if return_weights else query.new_empty(0)
     )
@@ -61,6 +59,11 @@ def forward(
 
     spans = sequences(ptr, num_queries, key.size(1), *band)
     if _takes_flash(spans, query, value, bias, before, softcap, dropout_p, return_lse, return_weights):
+        if _is_whole(spans, query, key, offset, after):
+            everything = (x.transpose(1, 2) for x in (query, key, value))
+            out, lse = _flash(*everything, is_causal=after is not None, scale=scale)
+            return out.transpose(1, 2), lse.transpose(1, 2), weights
+        out, lse = _nothing(query, value)
 
         def flash(b: int, head: int, end: int, parts: Sequence) -> None:
             of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
@@ -93,6 +96,7 @@ def forward(
         _run(flash, _by_head(calls, batch, kv_heads))
         return out, lse, weights
 
+    out, lse = _nothing(query, value)
     bias = None if bias is None else bias.to(wide)
     drawn = seed.item() if dropout_p > 0.0 else 0
     masks = _Masks(band, group)
@@ -144,12 +148,18 @@ def backward(
     if grad_out.shape != out.shape:
         grad_out = torch.zeros_like(out)
     grad_out = _rows(grad_out, wide)
-    grad_query, grad_key, grad_value = (torch.zeros(x.shape, dtype=wide) for x in (query, key, value))
     grad_bias = query.new_empty(0)
     band = (offset, before, after)
 
     spans = sequences(ptr, num_queries, key.size(1), *band)
-    if _takes_flash(spans, query, value, bias, before, softcap, dropout_p, return_lse, return_weights):
+    by_flash = _takes_flash(spans, query, value, bias, before, softcap, dropout_p, return_lse, return_weights)
+    if by_flash and _is_whole(spans, query, key, offset, after):
+        everything = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        grads = _flash_backward(*everything, lse.transpose(1, 2), 0.0, after is not None, scale=scale)
+        grads = [grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in zip(grads, inputs)]
+        return grads[0], grads[1], grads[2], inputs[0].new_empty(0)
+    grad_query, grad_key, grad_value = (torch.zeros(x.shape, dtype=wide) for x in (query, key, value))
+    if by_flash:
 
         def flash(b: int, head: int, end: int, parts: Sequence) -> None:
             of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
@@ -256,6 +266,22 @@ def _takes_flash(spans, query, value, bias, before, softcap, dropout_p, return_l
         and query.size(3) == value.size(3)
         and any(key_end - key > _FEW_KEYS for _, _, key, key_end in spans)
     )
+
+
+def _is_whole(spans, query: Tensor, key: Tensor, offset: int, after: int | None) -> bool:
+    """Whether one flash call on all there is does it all, in the caller's thread and those that it starts by itself.
+
+    With a single head it would start them within its matrix products, whose results depend on them.
+    """
+    square = after is None or offset + after == 0
+    one = spans == [(0, query.size(1), 0, key.size(1))] and query.size(0) * query.size(2) > 1
+    return one and square
+
+
+def _nothing(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of queries without an edge."""
+    rows = query.shape[:3]
+    return query.new_zeros(*rows, value.size(3)), query.new_full(rows, -math.inf)
 
 
 def _rows(x: Tensor, wide: torch.dtype) -> Tensor:
