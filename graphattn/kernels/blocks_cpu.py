@@ -121,7 +121,7 @@ def forward(
             )
             p.view(shape).mul_(keep)
         x = torch.bmm(p, _view(value, of_key, keys)[0])
-        _view(out, of_query, chunk)[0].copy_(x.view(*shape[:2], -1))
+        _view(out, of_query, chunk)[0].copy_(x.view(*shape[:2], x.size(2)))
 
     blocks = [block for _, blocks in segments(ptr, num_queries, key.size(1), *band) for block in blocks]
     _run(
@@ -223,7 +223,7 @@ def backward(
             if slope is not None:
                 ds.mul_(slope)
             x = torch.bmm(ds, k).mul_(scale)
-            _view(grad_query, of_query, chunk)[0].copy_(x.view(*shape[:2], -1))
+            _view(grad_query, of_query, chunk)[0].copy_(x.view(*shape[:2], x.size(2)))
             _view(grad_key, of_key, keys)[0].baddbmm_(ds.mT, q, alpha=scale)
 
         groups = segments(ptr, num_queries, key.size(1), *band)
@@ -301,7 +301,7 @@ def _view(x: Tensor, place: tuple[int, slice], nodes: slice) -> Tensor:
 def _grouped(x: Tensor, place: tuple[int, slice], block: Block, group: int) -> Tensor:
     """The queries of a block, those of the heads that share a key one below the other: ``[kv_heads, rows, dim]``."""
     x = _view(x, place, slice(block.query, block.query_end))[0]
-    return x if group == 1 else x.reshape(x.size(0) // group, -1, x.size(2))
+    return x if group == 1 else x.reshape(x.size(0) // group, group * x.size(1), x.size(2))
 
 
 class _Masks:
