@@ -233,16 +233,17 @@ def _attend(
 def _in_blocks(graph: CompleteGraph | WindowGraph, bias: Tensor | None, return_weights: bool) -> bool:
     """Whether blocks of consecutive queries and keys serve the graph better than one row of edges at a time.
 
-    They hold as many scores as there are pairs, so the band must be wide and its edge tensors, if any, a matrix.
+    They score all keys that any query of a block may see, so the band must be wide, and they take edge tensors only
+    where these are a matrix of all queries and keys.
     """
-    matrix = graph.edge_shape == (graph.num_queries, graph.num_keys)
-    if (bias is not None or return_weights) and (graph.ptr is not None or not matrix):
+    before, after = graph.radius if isinstance(graph, WindowGraph) else (None, None)
+    bounded = before is not None and after is not None
+    if (bias is not None or return_weights) and (bounded or graph.ptr is not None):
         return False
-    if isinstance(graph, WindowGraph):
-        before, after = graph.radius
-        bounded = before is not None and after is not None
-        if graph.dilation != 1 or (bounded and (bias is not None or return_weights or before + after < 128)):
-            return False
+    if isinstance(graph, WindowGraph) and graph.dilation != 1:
+        return False
+    if before is not None and after is not None and before + after < 128:
+        return False
     return graph.ptr is None or graph.num_edges >= 64 * graph.num_queries
 
 

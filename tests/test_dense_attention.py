@@ -26,8 +26,8 @@ GRAPHS = {
     "no nodes": CompleteGraph(0),
     "no keys": CompleteGraph(5, num_keys=0),
     "no queries": CompleteGraph(0, num_keys=5),
-    **{f"{n} nodes": CompleteGraph(n) for n in (1, 63, 64, 65, 128, 129, 150)},
-    **{f"{n} nodes, causal": CompleteGraph(n, causal=True) for n in (1, 64, 65, 129, 150)},
+    **{f"{n} nodes": CompleteGraph(n) for n in (1, 63, 64, 65, 128, 129, 150, 300)},
+    **{f"{n} nodes, causal": CompleteGraph(n, causal=True) for n in (1, 64, 65, 129, 150, 300)},
     "many keys": CompleteGraph(3, num_keys=200),
     "many queries": CompleteGraph(200, num_keys=3),
     **{
@@ -40,6 +40,9 @@ GRAPHS = {
     },
     "cliques": CompleteGraph.from_ptr(PTR),
     "causal cliques": CompleteGraph.from_ptr(PTR, causal=True),
+    "large cliques": CompleteGraph.from_ptr(torch.tensor([0, 5, 270, 300])),
+    "large causal cliques": CompleteGraph.from_ptr(torch.tensor([0, 290, 291]), causal=True),
+    "causal, two parts": CompleteGraph(100, num_keys=300, causal=True, offset=150),
     "shuffled cliques": CompleteGraph.from_batch(SHUFFLED),
     "shuffled causal cliques": CompleteGraph.from_batch(SHUFFLED, causal=True),
     **{f"window of {n}": WindowGraph(n, 64) for n in (1, 63, 64, 65, 129, 300)},
@@ -329,14 +332,14 @@ def test_second_derivatives(graph, bias, options):
 
 
 def test_second_derivatives_of_the_plain_fast_path():
-    operands = [torch.randn(130, 2, 1, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    assert gradgradcheck(lambda *x: graph_attention(*x, CompleteGraph(130)), operands, fast_mode=True)
-    lower_right = CompleteGraph(65, num_keys=130, causal=True, offset=65)
+    operands = [torch.randn(260, 2, 1, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert gradgradcheck(lambda *x: graph_attention(*x, CompleteGraph(260)), operands, fast_mode=True)
+    lower_right = CompleteGraph(65, num_keys=260, causal=True, offset=195)
     operands[0] = torch.randn(65, 2, 1, dtype=torch.float64, requires_grad=True)
     assert gradgradcheck(lambda *x: graph_attention(*x, lower_right), operands, fast_mode=True)
 
 
-COMPILED = ["150 nodes", "causal from 1", "cliques", "window of 300"]
+COMPILED = ["300 nodes", "causal from 1", "large cliques", "window of 300"]
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -410,7 +413,7 @@ THREADED = {
     "complete": (CompleteGraph(300), 3),
     "one head": (CompleteGraph(777), 1),
     "lower right": (CompleteGraph(150, num_keys=301, causal=True, offset=151), 3),
-    "cliques": (GRAPHS["cliques"], 2),
+    "cliques": (GRAPHS["large cliques"], 2),
     "window": (WindowGraph(3000, (64, 70)), 2),
 }
 
@@ -471,13 +474,14 @@ def test_layouts_of_operands():
 @pytest.mark.parametrize(
     "graph, options, flash",
     [
-        (CompleteGraph(200), {}, True),
-        (CompleteGraph(200, causal=True), {}, True),
+        (CompleteGraph(257), {}, True),
+        (CompleteGraph(256), {}, False),
+        (CompleteGraph(300, causal=True), {}, True),
         (CompleteGraph(100, num_keys=300, causal=True, offset=200), {}, True),
-        (GRAPHS["cliques"], {}, True),
-        (CompleteGraph(200), {"return_lse": True}, False),
-        (CompleteGraph(200), {"softcap": 1.0}, False),
-        (CompleteGraph(200), {"dropout_p": 0.5}, False),
+        (GRAPHS["large cliques"], {}, True),
+        (CompleteGraph(300), {"return_lse": True}, False),
+        (CompleteGraph(300), {"softcap": 1.0}, False),
+        (CompleteGraph(300), {"dropout_p": 0.5}, False),
         (WindowGraph(300, 64), {}, False),
     ],
 )

@@ -109,18 +109,20 @@ def segments(ptr, num_queries, num_keys, offset, before, after) -> list[tuple[in
     return groups
 
 
-def allowed(block: Block, offset: int, before: int | None, after: int | None) -> Tensor | None:
-    """The edges of a block as a bool mask ``[queries, keys]``, None where it has all of them."""
+def missing_edges(
+    block: Block, offset: int, before: int | None, after: int | None, dtype: torch.dtype
+) -> Tensor | None:
+    """What to add to the scores ``[queries, keys]`` of a block: -inf where there is no edge, else 0. None for all 0."""
     if block.full:
         return None
-    position = torch.arange(block.query, block.query_end).unsqueeze(1) + offset
-    distance = torch.arange(block.key, block.key_end) - position
-    mask = torch.ones_like(distance, dtype=torch.bool)
+    infinite = torch.full((block.query_end - block.query, block.key_end - block.key), -math.inf, dtype=dtype)
+    position = block.query + offset - block.key  # of the first query among the keys
+    sides = []
     if before is not None:
-        mask &= distance >= -before
+        sides.append(infinite.tril(position - before - 1))
     if after is not None:
-        mask &= distance <= after
-    return mask
+        sides.append(infinite.triu(position + after + 1))
+    return sides[0] if len(sides) == 1 else sides[0].add_(sides[1])
 
 
 def dropout_factors(
@@ -268,7 +270,7 @@ def _second(grads: list[Tensor], inputs: list[Any], grad_grads: list[Tensor | No
     drawn = seed.item() if dropout_p > 0.0 else 0
     for _, blocks in segments(ptr, query.size(1), key.size(1), offset, before, after):
         for block in blocks:
-            mask = allowed(block, offset, before, after)
+            mask = missing_edges(block, offset, before, after, _wide(query))
             for b in range(query.size(0)):
                 queries, keys = slice(block.query, block.query_end), slice(block.key, block.key_end)
                 keep = None
@@ -288,7 +290,14 @@ def _second(grads: list[Tensor], inputs: list[Any], grad_grads: list[Tensor | No
                 with torch.enable_grad():
                     parts = [variable(part(n, x)) for n, x in enumerate(given)]
                     outputs = _formula(
-                        *parts[3:6], parts[6] if len(parts) > 6 else None, mask, keep, scale, softcap
+                        parts[3],
+                        parts[4],
+                        parts[5],
+                        parts[6] if len(parts) > 6 else None,
+                        mask,
+                        keep,
+                        scale,
+                        softcap,
                     )
                     used = [n for n, x in enumerate(outputs) if parts[n].shape == x.shape]
                     first = torch.autograd.grad(
@@ -308,7 +317,7 @@ def _second(grads: list[Tensor], inputs: list[Any], grad_grads: list[Tensor | No
                 )
                 for n, (total, share) in enumerate(zip(totals, second)):
                     part(n, total).add_(share)
-    return totals if bias is not None else [*totals, None]
+    return [*totals, None] if bias is None else [*totals]
 
 
 def _formula(query, key, value, bias, mask, keep, scale, softcap) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,7 +331,7 @@ def _formula(query, key, value, bias, mask, keep, scale, softcap) -> tuple[Tenso
     if bias is not None:
         score = score + bias.to(wide)
     if mask is not None:
-        score = score.masked_fill(~mask, -math.inf)
+        score = score.masked_fill(mask < 0.0, -math.inf)
     peak = score.detach().amax(-1, keepdim=True)
     empty = peak == -math.inf
     weights = torch.exp(score - peak.masked_fill(empty, 0.0))

@@ -21,13 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from graphattn.kernels.blocks import Block, allowed, dropout_factors, of_block, segments, sequences
+from graphattn.kernels.blocks import Block, dropout_factors, missing_edges, of_block, segments, sequences
 
 _SCORES = 2**17  # scores worked on together
 _JOBS = 32  # jobs that keep the threads busy without a cut by heads
-_FEW_KEYS = 128
+_FEW_KEYS = 256
 _QUERIES = 2048  # of one flash call, so that a single head has more than one job
 
+_softmax_backward = torch.ops.aten._softmax_backward_data.default
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -184,8 +185,8 @@ def backward(
         masks = _Masks(band, group)
         # Jobs of different heads that add to one number do so on numbers of their own, which are summed after.
         # There are few of them, as each is of the size of the bias.
-        shared = with_bias and bias.size(2) == 1
-        if with_bias:
+        shared = bias is not None and bias.size(2) == 1
+        if bias is not None and with_bias:
             grad_bias = bias.new_zeros(min(kv_heads, 4) if shared else 1, *bias.shape)
 
         def matmul(batches: range, head: int, end: int, blocks: Sequence[Block], copy: int) -> None:
@@ -214,7 +215,7 @@ def backward(
             _view(grad_value, of_key, keys)[0].baddbmm_(dropped.mT, g)
             if grad_weights.numel():
                 ds.add_(grad_weights[b, chunk, keys, of_query[1]].permute(2, 0, 1).reshape(p.shape))
-            ds = torch._softmax_backward_data(ds, p, -1, wide)
+            ds = _softmax_backward(ds, p, -1, wide)
             if grad_lse.numel():
                 ds.addcmul_(p, grad_lse[b, chunk, of_query[1]].t().reshape(*p.shape[:2], 1))
             if with_bias:
@@ -305,29 +306,30 @@ def _grouped(x: Tensor, place: tuple[int, slice], block: Block, group: int) -> T
 
 
 class _Masks:
-    """What is added to the scores of the blocks of one call: 0, and -inf where there is no edge.
+    """`missing_edges` of the blocks of one call, repeated for the heads that share a key.
 
-    Most blocks of a window lie alike and share one mask.
+    Blocks of a window lie alike and share one mask; where a side is unbounded, each has its own and none is kept.
     """
 
     def __init__(self, band: tuple[int, int | None, int | None], group: int) -> None:
-        self.band, self.group, self.known = band, group, {}
+        self.band, self.group = band, group
+        self.known: dict[tuple[int, int, int], Tensor] | None = None if None in band else {}
 
-    def of(self, block: Block, like: Tensor) -> Tensor | None:
-        if block.full:
-            return None
-        shape = (block.query_end - block.query, block.key_end - block.key, block.key - block.query)
-        mask = self.known.get(shape)
-        if mask is None:
-            edges = allowed(block, *self.band)
-            mask = like.new_zeros(shape[:2]).masked_fill_(~edges, -math.inf)  # type: ignore
-            mask = self.known[shape] = mask.repeat(self.group, 1)
+    def of(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        place = (block.query_end - block.query, block.key_end - block.key, block.key - block.query)
+        if self.known is not None and place in self.known:
+            return self.known[place]
+        mask = missing_edges(block, *self.band, dtype)
+        if mask is not None:
+            mask = mask.repeat(self.group, 1) if self.group > 1 else mask
+            if self.known is not None:
+                self.known[place] = mask
         return mask
 
 
 def _scores(q, k, block, masks, bias, heads, scale, softcap) -> tuple[Tensor, Tensor | None]:
     """The scores ``[kv_heads, rows, keys]`` of a block, and the slope of the soft cap at them."""
-    mask, slope = masks.of(block, q), None
+    mask, slope = masks.of(block, q.dtype), None
     if mask is not None and bias is None and not softcap:
         return torch.baddbmm(mask, q, k.mT, alpha=scale), None
     scores = torch.bmm(q, k.mT).mul_(scale)
@@ -339,7 +341,7 @@ def _scores(q, k, block, masks, bias, heads, scale, softcap) -> tuple[Tensor, Te
         by_head = scores.view(heads.stop - heads.start, -1, scores.size(2))
         by_head.add_(of_block(bias, block, heads))
     if mask is not None:
-        scores.masked_fill_(mask == -math.inf, -math.inf)
+        scores.masked_fill_(mask < 0.0, -math.inf)
     return scores, slope
 
 
