@@ -212,7 +212,7 @@ def backward(
                 keep = keep.view(p.shape)
                 ds.mul_(keep)
                 dropped = p * keep
-            _view(grad_value, of_key, keys)[0].baddbmm_(dropped.mT, g)
+            _add_product(_view(grad_value, of_key, keys)[0], dropped, g, group)
             if grad_weights.numel():
                 ds.add_(grad_weights[b, chunk, keys, of_query[1]].permute(2, 0, 1).reshape(p.shape))
             ds = _softmax_backward(ds, p, -1, wide)
@@ -223,9 +223,9 @@ def backward(
                 total.add_(ds.view(shape).sum_to_size(total.shape))
             if slope is not None:
                 ds.mul_(slope)
-            x = torch.bmm(ds, k).mul_(scale)
+            x = torch.bmm(ds.mul_(scale), k)
             _view(grad_query, of_query, chunk)[0].copy_(x.view(*shape[:2], x.size(2)))
-            _view(grad_key, of_key, keys)[0].baddbmm_(ds.mT, q, alpha=scale)
+            _add_product(_view(grad_key, of_key, keys)[0], ds, q, group)
 
         groups = segments(ptr, num_queries, key.size(1), *band)
         for parity in (0, 1):
@@ -303,6 +303,15 @@ def _grouped(x: Tensor, place: tuple[int, slice], block: Block, group: int) -> T
     """The queries of a block, those of the heads that share a key one below the other: ``[kv_heads, rows, dim]``."""
     x = _view(x, place, slice(block.query, block.query_end))[0]
     return x if group == 1 else x.reshape(x.size(0) // group, group * x.size(1), x.size(2))
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor, group: int) -> None:
+    """``total += xᵀ y``, head by head where several share a key: long sums in one go would lose digits."""
+    if group == 1:
+        total.baddbmm_(x.mT, y)
+        return
+    x, y = (z.reshape(z.size(0) * group, z.size(1) // group, z.size(2)) for z in (x, y))
+    total.add_(torch.bmm(x.mT, y).view(total.size(0), group, *total.shape[1:]).sum(1))
 
 
 class _Masks:
