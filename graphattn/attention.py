@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
 
 from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, WindowGraph, axis_intervals
+from graphattn.kernels.blocks import block_attention
 from graphattn.kernels.intervals import interval_attention
 from graphattn.kernels.sparse import sparse_attention
 
@@ -89,8 +90,8 @@ def graph_attention(
     et al., `Masked Label Prediction <https://arxiv.org/abs/2009.03509>`_, 2021.
     """
     out, lse, _ = _attend(
-        query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, False
-    )
+        query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, return_lse, False
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -128,14 +129,15 @@ def attention_weights(
     # formed either.
     value = key[..., :0] if isinstance(key, Tensor) else key
     _, _, weights = _attend(
-        query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, 0.0, True
+        query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, 0.0, False, True
     )
     return weights
 
 
 def _attend(
-    query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, return_weights
-) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, dropout_p, return_lse,
+    return_weights,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Check once, fill defaults, call one kernel: (out, lse, weights), the last empty unless asked for."""
     if not isinstance(graph, Graph):
         raise TypeError(
@@ -178,17 +180,22 @@ def _attend(
                 bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
             )  # fmt: skip
         case CompleteGraph() | WindowGraph() | GridGraph():
-            order = graph.order
-            if order is not None:  # the kernel sees the nodes of a clique side by side
-                query, key, value = (x.index_select(1, order) for x in (query, key, value))
-            out, lse, weights = interval_attention(
-                query, key, value, *_intervals(graph), bias, None, None, seed, scale, softcap, dropout_p,
-                return_weights,
-            )  # fmt: skip
-            if order is not None:
-                back = order.argsort()
-                out, lse = out.index_select(1, back), lse.index_select(1, back)
-            weights = weights.view(batch, *graph.edge_shape, query.size(2)) if return_weights else weights
+            if graph.order is not None:  # the kernels see the nodes of a clique side by side
+                query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
+            if not isinstance(graph, GridGraph) and _in_blocks(graph, bias, return_weights):
+                out, lse, weights = block_attention(
+                    query, key, value, bias, graph.ptr, seed, graph.offset, *_radius(graph), scale, softcap,
+                    dropout_p, return_lse, return_weights,
+                )  # fmt: skip
+            else:
+                out, lse, weights = interval_attention(
+                    query, key, value, *_intervals(graph), bias, None, None, seed, scale, softcap, dropout_p,
+                    return_weights,
+                )  # fmt: skip
+                if return_weights:
+                    weights = weights.view(batch, *graph.edge_shape, query.size(2))
+            if graph.order is not None:
+                out, lse = (torch.empty_like(x).index_copy(1, graph.order, x) for x in (out, lse))
         case _:
             raise NotImplementedError(
                 f"graph_attention has no kernel for {type(graph).__name__}. Use graph.to_sparse()."
@@ -217,6 +224,29 @@ def _intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> tuple[Tensor, 
         )
     ]  # fmt: skip
     return by_query, by_key, numbers, list(graph.edge_shape)
+
+
+def _radius(graph: CompleteGraph | WindowGraph) -> tuple[int | None, int | None]:
+    if isinstance(graph, WindowGraph):
+        return graph.radius
+    return None, 0 if graph.causal else None
+
+
+def _in_blocks(graph: CompleteGraph | WindowGraph, bias: Tensor | None, return_weights: bool) -> bool:
+    """Whether blocks of consecutive queries and keys serve the graph better than one row of edges at a time.
+
+    They score all keys that any query of a block may see, so the band must be wide, and they take edge tensors only
+    where these are a matrix of all queries and keys.
+    """
+    before, after = _radius(graph)
+    bounded = before is not None and after is not None
+    if (bias is not None or return_weights) and (bounded or graph.ptr is not None):
+        return False
+    if isinstance(graph, WindowGraph) and graph.dilation != 1:
+        return False
+    if before is not None and after is not None and before + after < 128:
+        return False
+    return graph.ptr is None or graph.num_edges >= 64 * graph.num_queries
 
 
 def _one_dtype(operands: dict, graph: Graph) -> dict:
