@@ -303,6 +303,11 @@ def _local_attention(graph: WindowGraph) -> Attention:
     return _heads_first(local)
 
 
+def _local_attention_memory(graph: Any, heads: int, dim: int) -> float:
+    """Scores, masked, and weights, with their gradients; keys and values of three buckets for each bucket."""
+    return 3 * graph.num_queries * heads * (20 * graph.radius[0] + 16 * dim)
+
+
 def _unfold(graph: GridGraph) -> Attention:
     """Every cell's window of keys and values written out by `unfold`, as for a convolution."""
     (up, _), (left, _) = graph.radius
@@ -403,9 +408,11 @@ PROVIDERS: dict[str, Provider] = {
         _local_attention,
         # what its own padding would bring in is not masked
         lambda graph: _is_band(graph) and graph.num_queries % graph.radius[0] == 0,
+        memory=_local_attention_memory,
     ),
     "unfold": Provider(_unfold, _is_image, memory=_edge_tensors(6)),
     "per_size": Provider(_per_size, _is_ragged),
     "dense_batch": Provider(_dense_batch, _is_ragged),
-    "jagged": Provider(_jagged, _is_ragged),
+    # On CPU it has no fused kernel: about twenty tensors of one number per edge and head.
+    "jagged": Provider(_jagged, _is_ragged, memory=lambda graph, heads, dim: 80 * heads * graph.num_edges),
 }
