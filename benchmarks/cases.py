@@ -1,4 +1,4 @@
-"""The graphs that are measured, by name: real ones from `GRAPHATTN_DATA`, synthetic ones from a seed or a rule."""
+"""The graphs that are measured, by name: real ones from `GRAPHATTN_DATA`, others from a seed or rule."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def power_law(num_nodes: int, num_edges: int, *, seed: int = 0) -> EdgeList:
 
 
 def ragged(count: int, least: int, most: int, *, seed: int = 0) -> CompleteGraph:
-    """A mini-batch of `count` complete graphs of `least` to `most` nodes, each size as likely as any other."""
+    """A mini-batch of `count` complete graphs of `least` to `most` nodes, all sizes equally likely."""
     sizes = torch.randint(least, most + 1, (count,), generator=torch.Generator().manual_seed(seed))
     return CompleteGraph.from_ptr(torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
 

@@ -4,7 +4,7 @@
     python -m benchmarks.run --dims 8x8 4x64 1x128 --mode forward forward+backward               35 minutes
     python -m benchmarks.run --threads 1 --provider graphattn pyg_compiled_1t   time per core, 15 minutes
     python -m benchmarks.run --case large --dims 4x16 --mode layer              100 million edges, 5 minutes
-    python -m benchmarks.run --case structured      complete graphs, windows, grids, ragged batches: own shapes
+    python -m benchmarks.run --case structured      complete graphs, windows, grids, ragged batches
 
 (estimates for two otherwise idle cores; most of it is compiling and waiting for the peers). Structured graphs
 have a file of their own, and more peers with `pip install local-attention`.
@@ -145,7 +145,7 @@ def measure(
     providers: list[str],
     options: argparse.Namespace,
 ) -> list[dict]:
-    """The rows of one configuration, one per provider that has this mode on this graph, the baseline first."""
+    """The rows of one configuration, one per provider that can do it, the baseline first."""
     torch._dynamo.reset()
     rows: dict[str, dict] = {
         name: {"nodes": graph.num_queries, "edges": graph.num_edges, "provider": name, "note": ""}
@@ -276,7 +276,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def add_rows(path: Path, rows: list[dict]) -> list[dict]:
-    """Writes rows to a file in the place of those of the same configurations; the rows as they are written."""
+    """Writes rows to a file in place of those of the same configurations; returns them as written."""
     new = [{column: str(row.get(column, "")) for column in COLUMNS} for row in rows]
     replaced = {_configuration(row) for row in new}
     write_rows(path, [row for row in read_rows(path) if _configuration(row) not in replaced] + new)

@@ -121,7 +121,7 @@ def _peer_cells(here: dict[str, dict[str, str]], peers: dict[str, list[str]]) ->
 
 
 def structured_tables(rows: list[dict[str, str]]) -> str:
-    """The tables of the structured graphs, one for each family and mode, and how time grows; "" without rows."""
+    """Tables of the structured graphs, by family and mode, and how time grows; "" without rows."""
     rows = [row for row in rows if row["ms"]]
     if not rows:
         return ""
@@ -174,9 +174,10 @@ def _growth(rows: list[dict[str, str]], last: dict[str, str]) -> str:
         and all(row[column] == last[column] for column in columns)
     ]
     lines = [[f"{int(row['nodes']):,}", _digits(row["ms"]), _digits(row["extra_mb"])] for row in taken]
+    what = TITLES[last["mode"]].split(", ")[1]
     return (
-        f"**Growth of a window of ±{radius}**, {TITLES[last['mode']].split(', ')[1]}, {last['heads']} heads of"
-        f" {last['dim']}, {last['threads']} threads: time grows with the length to the power of"
+        f"**Growth of a window of ±{radius}**, {what}, {last['heads']} heads of {last['dim']},"
+        f" {last['threads']} threads: time grows with the length to the power of"
         f" {float(last['note'].split()[1]):.2f}.\n\n{_markdown(['nodes', 'ms', 'MB'], lines)}"
     )
 
