@@ -143,6 +143,15 @@ def paired_ratio(ours: list[float], theirs: list[float]) -> float:
     return median(a / b for a, b in zip(ours, theirs))
 
 
+def growth_exponent(sizes: list[int], seconds: list[list[float]]) -> float:
+    """Exponent p of time ∝ size^p: in each round the least-squares slope of the logarithms, then the median.
+
+    `seconds[s][r]` is the time of size s in round r.
+    """
+    x = np.log(sizes) - np.log(sizes).mean()
+    return median(float(x @ np.log(taken) / (x @ x)) for taken in zip(*seconds))
+
+
 def largest_error(results: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> float:
     """Largest difference between (output, *gradients) of two, relative to the largest entry of each tensor.
 

@@ -4,8 +4,10 @@
     python -m benchmarks.run --dims 8x8 4x64 1x128 --mode forward forward+backward               35 minutes
     python -m benchmarks.run --threads 1 --provider graphattn pyg_compiled_1t   time per core, 15 minutes
     python -m benchmarks.run --case large --dims 4x16 --mode layer              100 million edges, 5 minutes
+    python -m benchmarks.run --case structured      complete graphs, windows, grids, ragged batches
 
-(estimates for two otherwise idle cores; most of it is compiling and waiting for the peers).
+(estimates for two otherwise idle cores; most of it is compiling and waiting for the peers). Structured graphs
+have a file of their own, and more peers with `pip install local-attention`.
 A configuration is a case, a shape, a mode and a number of threads. Its providers run in one process and must
 first agree with graphattn in the output and in every gradient; if one does not, the configuration gets no
 number and the command fails. Ratios are graphattn's time over the provider's, the median over rounds in which
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
 import os
 import platform
 import subprocess
@@ -33,7 +36,7 @@ import torch_geometric
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.cases import CASES, DEFAULT_CASES
+from benchmarks.cases import CASES, GROUPS, STRUCTURED, EdgeList
 from benchmarks.measure import (
     available_memory,
     bytes_moved,
@@ -50,14 +53,17 @@ from benchmarks.providers import PROVIDERS, Provider
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from graphattn import Graph
+
     # One call of what is measured, returning (output, *gradients).
     Step = Callable[[], tuple[Tensor, ...]]
 
-MODES = ("forward", "forward+backward", "layer", "layer+edges")
+MODES = ("forward", "forward+backward", "layer", "layer+edges")  # layers are for listed edges
 EDGE_FEATURES = 16
 # Float32 sums over thousands of terms in different orders, relative to the largest entry.
 TOLERANCE = 5e-5
 RESULTS = Path(__file__).parent / "results" / "sparse_cpu.csv"
+STRUCTURED_RESULTS = RESULTS.with_name("structured_cpu.csv")
 BASELINE = next(iter(PROVIDERS))
 ALONE = "no peer to agree with"
 
@@ -94,36 +100,37 @@ COLUMNS = (
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(options.threads)
-    rows = read_rows(options.out)
     providers = list(dict.fromkeys([BASELINE, *options.provider]))
-    shapes = [(heads, dim, mode) for heads, dim in options.dims for mode in options.mode]
-    done = set() if options.overwrite else {_configuration(row) for row in rows}
+    cases = list(dict.fromkeys(name for case in options.case for name in GROUPS.get(case, [case])))
+    shapes = {name: options.dims or [(CASES[name].heads, CASES[name].dim)] for name in cases}
+    modes = {
+        name: [mode for mode in options.mode if name not in STRUCTURED or not mode.startswith("layer")]
+        for name in cases
+    }
 
-    origin = _machine_and_versions()
+    origin = machine_and_versions()
     failed = False
-    progress = tqdm(total=len(options.case) * len(shapes), unit="configuration", disable=None)
-    for case in options.case:
-        edge_index = None
-        for heads, dim, mode in shapes:
+    total = sum(len(shapes[name]) * len(modes[name]) for name in cases)
+    progress = tqdm(total=total, unit="configuration", disable=None)
+    for case in cases:
+        graph = None
+        out = options.out or (STRUCTURED_RESULTS if case in STRUCTURED else RESULTS)
+        done = set() if options.overwrite else {_configuration(row) for row in read_rows(out)}
+        for (heads, dim), mode in itertools.product(shapes[case], modes[case]):
             progress.set_description(f"{case} {heads}x{dim} {mode}")
             progress.update()
             fixed = {"case": case, "heads": heads, "dim": dim, "mode": mode, "threads": options.threads}
             if _configuration(fixed) in done:
-                tqdm.write(f"{case} {heads}x{dim} {mode} is in {options.out} already")
+                tqdm.write(f"{case} {heads}x{dim} {mode} is in {out} already")
                 continue
-            if edge_index is None:
+            if graph is None:
                 try:
-                    edge_index, num_nodes = CASES[case]()
+                    graph = CASES[case].build()
                 except FileNotFoundError as error:
                     tqdm.write(f"{case} skipped: {error}")
                     break
-            measured = measure(edge_index, num_nodes, heads, dim, mode, providers, options)
-            new = [
-                {column: {**origin, **fixed, **row}.get(column, "") for column in COLUMNS} for row in measured
-            ]
-            rows = [row for row in rows if _configuration(row) != _configuration(fixed)]
-            rows += [{column: str(value) for column, value in row.items()} for row in new]
-            write_rows(options.out, rows)
+            measured = measure(graph, heads, dim, mode, providers, options)
+            new = add_rows(out, [{**origin, **fixed, **row} for row in measured])
             for row in new:
                 tqdm.write(_line(row))
             failed |= any(row["note"].startswith("disagree") for row in new)
@@ -131,31 +138,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(
-    edge_index: Tensor,
-    num_nodes: int,
+    graph: EdgeList | Graph,
     heads: int,
     dim: int,
     mode: str,
     providers: list[str],
     options: argparse.Namespace,
 ) -> list[dict]:
-    """The rows of one configuration, one per provider that has this mode, the baseline first."""
+    """The rows of one configuration, one per provider that can do it, the baseline first."""
     torch._dynamo.reset()
-    num_edges = edge_index.size(1)
     rows: dict[str, dict] = {
-        name: {"nodes": num_nodes, "edges": num_edges, "provider": name, "note": ""}
+        name: {"nodes": graph.num_queries, "edges": graph.num_edges, "provider": name, "note": ""}
         for name in providers
-        if _has(PROVIDERS[name], mode)
+        if PROVIDERS[name].takes(graph) and _has(PROVIDERS[name], mode)
     }
-    prepare = _operator_steps if mode in ("forward", "forward+backward") else _layer_steps
-    step_of = prepare(edge_index, num_nodes, heads, dim, mode)
+    prepare = _layer_steps if mode.startswith("layer") else operator_steps
+    step_of = prepare(graph, heads, dim, mode)
 
     steps: dict[str, Step] = {}
     reference: tuple[Tensor, ...] = ()
     for name, row in rows.items():
         provider = PROVIDERS[name]
         # and about eight tensors of the nodes: output, gradients, in a layer also the projections
-        needed = (provider.edge_tensors * num_edges + 8 * num_nodes) * heads * dim * 4
+        needed = provider.memory(graph, heads, dim) + 8 * graph.num_queries * heads * dim * 4
         if needed > available_memory():
             row["note"] = f"skipped: needs about {needed / 1e9:.0f} GB"
             continue
@@ -186,9 +191,9 @@ def measure(
     reference = ()
     for name, step in steps.items():
         rows[name]["extra_mb"] = f"{peak_extra_memory(step) / 1e6:.2f}"
-    if prepare is _operator_steps:
-        bandwidth = gather_bandwidth(edge_index, num_nodes, heads * dim, threads=options.threads)
-        rows[BASELINE]["floor_ms"] = f"{bytes_moved(num_edges, heads, dim, mode) / bandwidth * 1e3:.3f}"
+    if prepare is operator_steps and isinstance(graph, EdgeList):
+        bandwidth = gather_bandwidth(*graph, heads * dim, threads=options.threads)
+        rows[BASELINE]["floor_ms"] = f"{bytes_moved(graph.num_edges, heads, dim, mode) / bandwidth * 1e3:.3f}"
     samples = interleaved_times(steps, repeats=options.repeats, budget=options.budget)
     for name, taken in samples.items():
         wall, cpu = zip(*taken)
@@ -209,15 +214,15 @@ def _has(provider: Provider, mode: str) -> bool:
     return mode == "forward" or provider.backward
 
 
-def _operator_steps(
-    edge_index: Tensor, num_nodes: int, heads: int, dim: int, mode: str
-) -> Callable[[Provider], Step]:
+def operator_steps(graph: EdgeList | Graph, heads: int, dim: int, mode: str) -> Callable[[Provider], Step]:
+    """From a provider to one call of its operator, in all of them on the same normal operands."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value, grad = (torch.randn(num_nodes, heads, dim, generator=generator) for _ in range(4))
+    nodes = graph.num_queries, graph.num_keys, graph.num_keys, graph.num_queries
+    query, key, value, grad = (torch.randn(n, heads, dim, generator=generator) for n in nodes)
     inputs = tuple(x.requires_grad_(mode == "forward+backward") for x in (query, key, value))
 
     def step_of(provider: Provider) -> Step:
-        attention = provider.operator(edge_index, num_nodes)
+        attention = provider.operator(graph)
 
         def forward() -> tuple[Tensor, ...]:
             with torch.no_grad():
@@ -232,10 +237,9 @@ def _operator_steps(
     return step_of
 
 
-def _layer_steps(
-    edge_index: Tensor, num_nodes: int, heads: int, dim: int, mode: str
-) -> Callable[[Provider], Step]:
+def _layer_steps(graph: EdgeList, heads: int, dim: int, mode: str) -> Callable[[Provider], Step]:
     """Training steps of one layer on features as wide as its output: forward, loss, backward, SGD."""
+    edge_index, num_nodes = graph
     generator = torch.Generator().manual_seed(0)
     x, target = (torch.randn(num_nodes, heads * dim, generator=generator) for _ in range(2))
     edge_dim = EDGE_FEATURES if mode == "layer+edges" else None
@@ -271,6 +275,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def add_rows(path: Path, rows: list[dict]) -> list[dict]:
+    """Writes rows to a file in place of those of the same configurations; returns them as written."""
+    new = [{column: str(row.get(column, "")) for column in COLUMNS} for row in rows]
+    replaced = {_configuration(row) for row in new}
+    write_rows(path, [row for row in read_rows(path) if _configuration(row) not in replaced] + new)
+    return new
+
+
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     """Replaces the file in one move, so that an interruption leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +302,8 @@ def _line(row: dict) -> str:
     return f"{name}{row['ms']:>11} ms  {ratios}  {row['extra_mb']} MB  {row['note']}"
 
 
-def _machine_and_versions() -> dict[str, str | int]:
+def machine_and_versions() -> dict[str, str | int]:
+    """The columns that say where and with what a row was measured."""
     cpuinfo = Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
     if cpuinfo.exists():
@@ -327,8 +340,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    cases = [*GROUPS, *CASES]
     parser.add_argument(
-        "--case", nargs="+", choices=CASES, default=DEFAULT_CASES, metavar="CASE", help=", ".join(CASES)
+        "--case", nargs="+", choices=cases, default=["sparse"], metavar="CASE", help=", ".join(cases)
     )
     parser.add_argument(
         "--provider",
@@ -339,7 +353,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         help=", ".join(PROVIDERS),
     )
     parser.add_argument(
-        "--dims", nargs="+", type=dims, default=[(8, 16)], metavar="HxD", help="heads and dim of a head"
+        "--dims",
+        nargs="+",
+        type=dims,
+        metavar="HxD",
+        help="heads and dim of a head, by default the case's own",
     )
     parser.add_argument(
         "--mode", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=", ".join(MODES)
@@ -349,7 +367,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--budget", type=float, default=10.0, help="seconds per configuration, three rounds at least"
     )
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--out", type=Path, help=f"by default {RESULTS.name} or {STRUCTURED_RESULTS.name} in {RESULTS.parent}"
+    )
     parser.add_argument("--overwrite", action="store_true", help="measure again what the file has")
     return parser.parse_args(arguments)
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.run import ALONE, BASELINE, MODES, RESULTS, read_rows
+from benchmarks.run import ALONE, BASELINE, MODES, RESULTS, STRUCTURED_RESULTS, read_rows
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -17,6 +17,25 @@ PEERS = {
     "PyG compiled": ["pyg_compiled", "pyg_compiled_1t"],
     "torch.sparse": ["torch_sparse"],
     "DGL": ["dgl"],
+}
+STRUCTURED_PEERS = {
+    "SDPA": ["sdpa"],
+    "`nn.MultiheadAttention`": ["multihead"],
+    "masked SDPA": ["masked_sdpa"],
+    "chunked SDPA": ["chunked_half", "chunked", "chunked_double"],
+    "local-attention": ["local_attention"],
+    "compiled flex": ["flex"],
+    "unfold": ["unfold"],
+    "SDPA per size": ["per_size"],
+    "dense batch": ["dense_batch"],
+    "jagged": ["jagged"],
+}
+# What the name of a structured case begins with, and the title of its table.
+FAMILIES = {
+    "full": "Complete graphs",
+    "window": "Windows of ± so many nodes",
+    "grid": "Grids",
+    "ragged": "Ragged batches of complete graphs",
 }
 TITLES = {
     "forward": "Operator, forward",
@@ -30,6 +49,7 @@ MAIN_SHAPE = ("8", "16")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--structured-results", type=Path, default=STRUCTURED_RESULTS)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument(
         "--check", action="store_true", help="fail if the README is not what would be written"
@@ -37,7 +57,9 @@ def main() -> int:
     options = parser.parse_args()
 
     text = options.readme.read_text()
-    new = with_tables(text, tables(read_rows(options.results)))
+    structured = structured_tables(read_rows(options.structured_results))
+    generated = [tables(read_rows(options.results)), *([structured] if structured else [])]
+    new = with_tables(text, "\n\n".join(generated))
     if options.check:
         return int(new != text)
     options.readme.write_text(new)
@@ -79,16 +101,85 @@ def mode_table(rows: list[dict[str, str]]) -> str:
         here = {row["provider"]: row for row in rows if row["case"] == case}
         ours = here[BASELINE]
         cells = [case, f"{int(ours['nodes']):,}", f"{int(ours['edges']):,}", _digits(ours["ms"])]
-        for names in peers.values():
-            found = [here[name] for name in names if name in here]
-            best = max(found, key=lambda row: float(row["ratio"]), default=None)
-            cells.append(f"{_digits(best['ms'])} ({1 / float(best['ratio']):.1f}×)" if best else "")
+        cells += _peer_cells(here, peers)
         cells.append(_digits(strongest(here)))
         if floor:
             cells.append(_digits(float(ours["ms"]) / float(ours["floor_ms"])) if ours["floor_ms"] else "")
         cells += [_digits(ours["extra_mb"]), _digits(here["pyg"]["extra_mb"]) if "pyg" in here else ""]
         lines.append(cells)
     return _markdown(header, lines)
+
+
+def _peer_cells(here: dict[str, dict[str, str]], peers: dict[str, list[str]]) -> list[str]:
+    """Milliseconds of the fastest provider of each peer and by how much graphattn is faster."""
+    cells = []
+    for names in peers.values():
+        found = [here[name] for name in names if name in here]
+        best = max(found, key=lambda row: float(row["ratio"]), default=None)
+        cells.append(f"{_digits(best['ms'])} ({1 / float(best['ratio']):.1f}×)" if best else "")
+    return cells
+
+
+def structured_tables(rows: list[dict[str, str]]) -> str:
+    """Tables of the structured graphs, by family and mode, and how time grows; "" without rows."""
+    rows = [row for row in rows if row["ms"]]
+    if not rows:
+        return ""
+    parts = [_origin(rows)]
+    for family, title in FAMILIES.items():
+        for mode in MODES:
+            chosen = [row for row in rows if row["case"].split("_")[0] == family and row["mode"] == mode]
+            for threads in dict.fromkeys(row["threads"] for row in chosen):
+                here = [row for row in chosen if row["threads"] == threads]
+                what = f"{TITLES[mode].split(', ')[1]}, float32, {threads} threads"
+                parts.append(f"**{title}**, {what}\n\n{structured_table(here)}")
+    parts += [_growth(rows, row) for row in rows if row["note"].startswith("exponent")]
+    return "\n\n".join(parts)
+
+
+def structured_table(rows: list[dict[str, str]]) -> str:
+    """One line per graph and shape; memory of graphattn and of the peer that takes the least time."""
+    peers = {
+        title: names
+        for title, names in STRUCTURED_PEERS.items()
+        if any(row["provider"] in names for row in rows)
+    }
+    header = ["graph", "heads × dim", "edges", "graphattn ms", *(f"{title} ms" for title in peers)]
+    header += ["time / strongest", "graphattn MB", "strongest MB"]
+    lines = []
+    for case, heads, dim in dict.fromkeys((row["case"], row["heads"], row["dim"]) for row in rows):
+        here = {
+            row["provider"]: row
+            for row in rows
+            if (row["case"], row["heads"], row["dim"]) == (case, heads, dim)
+        }
+        ours = here[BASELINE]
+        others = [row for name, row in here.items() if name != BASELINE]
+        best = max(others, key=lambda row: float(row["ratio"]), default=None)
+        cells = [case, f"{heads} × {dim}", f"{int(ours['edges']):,}", _digits(ours["ms"])]
+        cells += [*_peer_cells(here, peers), _digits(strongest(here)), _digits(ours["extra_mb"])]
+        lines.append([*cells, _digits(best["extra_mb"]) if best else ""])
+    return _markdown(header, lines)
+
+
+def _growth(rows: list[dict[str, str]], last: dict[str, str]) -> str:
+    """A sentence on how the time of a window grows with the length, and a line for each length."""
+    radius = last["case"].split("_")[2]
+    columns = ("mode", "threads", "heads", "dim")
+    taken = [
+        row
+        for row in rows
+        if row["case"].startswith("growth_")
+        and row["case"].endswith(f"_{radius}")
+        and all(row[column] == last[column] for column in columns)
+    ]
+    lines = [[f"{int(row['nodes']):,}", _digits(row["ms"]), _digits(row["extra_mb"])] for row in taken]
+    what = TITLES[last["mode"]].split(", ")[1]
+    return (
+        f"**Growth of a window of ±{radius}**, {what}, {last['heads']} heads of {last['dim']},"
+        f" {last['threads']} threads: time grows with the length to the power of"
+        f" {float(last['note'].split()[1]):.2f}.\n\n{_markdown(['nodes', 'ms', 'MB'], lines)}"
+    )
 
 
 def shape_table(rows: list[dict[str, str]]) -> str:

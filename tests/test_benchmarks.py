@@ -7,16 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks import measure, providers, run, tables
-from benchmarks.cases import CASES, power_law
+from benchmarks import growth, measure, providers, run, tables
+from benchmarks.cases import CASES, GROUPS, STRUCTURED, Case, power_law, ragged
+from graphattn import CompleteGraph, GridGraph, WindowGraph
 
 OPTIONS = argparse.Namespace(repeats=3, budget=0.0, threads=1)
-EDGES, NODES = power_law(60, 500)
+LISTED = power_law(60, 500)
+EDGES, NODES = LISTED
 
 
-def rows_of(mode, names=("graphattn", "pyg", "torch_sparse"), heads=2, dim=4):
-    rows = run.measure(EDGES, NODES, heads, dim, mode, list(names), OPTIONS)
+def rows_of(mode, names=("graphattn", "pyg", "torch_sparse"), heads=2, dim=4, graph=LISTED):
+    rows = run.measure(graph, heads, dim, mode, list(names), OPTIONS)
     return {row["provider"]: row for row in rows}
 
 
@@ -37,7 +40,7 @@ def test_power_law_is_symmetric_seeded_and_has_hubs():
 def test_missing_data_is_named_and_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GRAPHATTN_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"planetoid.*Cora.*GRAPHATTN_DATA"):
-        CASES["cora"]()
+        CASES["cora"].build()
     out = tmp_path / "out.csv"
     assert run.main(["--case", "cora", "--provider", "pyg", "--out", str(out), "--threads", "1"]) == 0
     assert "cora skipped" in capsys.readouterr().out
@@ -116,8 +119,8 @@ def test_providers_agree_and_are_measured(mode):
 
 
 def test_no_number_on_disagreement(monkeypatch):
-    def without_scale(edge_index, num_nodes):
-        attention = providers._pyg(edge_index, num_nodes)
+    def without_scale(graph):
+        attention = providers._pyg(graph)
         return lambda query, key, value: attention(query * query.size(-1) ** 0.5, key, value)
 
     wrong = replace(providers.PROVIDERS["pyg"], operator=without_scale)
@@ -136,7 +139,7 @@ def test_what_cannot_fit_is_not_tried(monkeypatch):
 
 
 def test_a_second_run_measures_nothing_twice(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(CASES, "tiny", lambda: (EDGES, NODES))
+    monkeypatch.setitem(CASES, "tiny", Case(lambda: LISTED))
     out = tmp_path / "results" / "out.csv"
     command = ["--case", "tiny", "--provider", "pyg", "--mode", "forward", "--repeats", "3", "--budget", "0"]
     command += ["--threads", str(torch.get_num_threads()), "--out", str(out)]
@@ -184,6 +187,164 @@ def test_tables_show_the_stronger_compiled_peer_and_the_strongest_of_all():
     assert "| 1 (CPU time) | 8 × 16 | 0.70 to 0.70 |" in tables.tables([*rows, *one])
 
 
+FULL = ["sdpa", "multihead"]
+CHUNKED = ["chunked_half", "chunked", "chunked_double"]
+RAGGED = ["per_size", "dense_batch", "jagged"]
+PEERS = {
+    "complete": (CompleteGraph(50), FULL),
+    "causal": (CompleteGraph(50, causal=True), []),
+    "window": (WindowGraph(80, 16), ["masked_sdpa", "flex", *CHUNKED, "local_attention"]),
+    "window with a rest": (WindowGraph(75, 9), ["masked_sdpa", "flex", *CHUNKED]),
+    "window beyond the end": (WindowGraph(20, 30), ["masked_sdpa", "flex", *CHUNKED]),
+    "wide window": (WindowGraph(150, 50), ["masked_sdpa", "flex", *CHUNKED, "local_attention"]),
+    "one-sided window": (WindowGraph(30, (4, 0)), ["masked_sdpa"]),
+    "dilated window": (WindowGraph(30, 4, dilation=2), ["masked_sdpa"]),
+    "window at an offset": (WindowGraph(10, 2, num_keys=30, offset=15), ["masked_sdpa"]),
+    "windows": (WindowGraph.from_ptr(torch.tensor([0, 9, 20]), 2), ["masked_sdpa"]),
+    "grid": (GridGraph((9, 6), (2, 1)), ["masked_sdpa", "flex", "unfold"]),
+    "shifted grid": (GridGraph((9, 6), 1, border="shift"), ["masked_sdpa"]),
+    "volume": (GridGraph((3, 4, 5), 1), ["masked_sdpa"]),
+    "ragged": (ragged(20, 0, 9), RAGGED),
+    "ragged, unsorted": (CompleteGraph.from_batch(torch.tensor([1, 0, 1, 2])), []),
+}
+
+
+@pytest.mark.parametrize(("graph", "peers"), PEERS.values(), ids=PEERS)
+def test_structured_peers_agree_where_they_can_compute_it(graph, peers):
+    assert [name for name, peer in providers.PROVIDERS.items() if peer.takes(graph)] == ["graphattn", *peers]
+    uncompiled = [name for name in peers if name != "flex"]
+    rows = rows_of("forward+backward", ["graphattn", *uncompiled, "pyg"], graph=graph)
+    assert list(rows) == ["graphattn", *uncompiled]
+    for name, row in rows.items():
+        if name == "local_attention" and row["note"].startswith("skipped: local_attention does not import"):
+            continue
+        assert float(row["ms"]) > 0 and float(row["error"]) < run.TOLERANCE
+        assert row["note"] == ("" if peers else run.ALONE) and "floor_ms" not in row
+    assert (rows["graphattn"]["nodes"], rows["graphattn"]["edges"]) == (graph.num_queries, graph.num_edges)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_flex_runs_forward_only():
+    rows = rows_of("forward", ["graphattn", "flex"], graph=WindowGraph(300, 140), heads=1, dim=16)
+    assert float(rows["flex"]["error"]) < run.TOLERANCE
+    assert list(rows_of("forward+backward", ["graphattn", "flex"], graph=WindowGraph(9, 1))) == ["graphattn"]
+
+
+@pytest.mark.parametrize(
+    "graph", [WindowGraph(700, 200), WindowGraph(256, 5), GridGraph((20, 20), 3)], ids=repr
+)
+def test_block_masks_are_those_of_pytorch(graph):
+    mask = graph.to_mask()
+
+    def rule(batch, head, query, key):
+        return mask[query, key]
+
+    n = graph.num_queries
+    if n % 128:  # PyTorch looks the padding of the last block up in the mask
+        mask = torch.nn.functional.pad(mask, (0, -n % 128, 0, -n % 128))
+    ours = providers._block_mask(graph, rule)
+    theirs = create_block_mask(rule, None, None, n, n, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+
+
+def test_masks_of_all_pairs_are_not_tried_where_they_cannot_fit():
+    memory = {
+        name: providers.PROVIDERS[name].memory(WindowGraph(65_536, 64), 8, 64)
+        for name in ("masked_sdpa", "chunked")
+    }
+    assert memory["masked_sdpa"] > 65_536**2 * 5  # a bool and a float of every pair
+    assert memory["chunked"] == 65_536 * 3 * (5 * 64 + 16 * 8 * 64)  # slabs are three chunks long
+
+
+def test_ragged_batches_have_every_size():
+    sizes = ragged(1000, 5, 14, seed=1).ptr.diff()
+    assert len(sizes) == 1000 and sizes.unique().tolist() == list(range(5, 15))
+    assert not torch.equal(ragged(1000, 5, 14, seed=2).ptr, ragged(1000, 5, 14, seed=1).ptr)
+
+
+def test_structured_cases_are_those_promised():
+    graphs = {name: case.build() for name, case in STRUCTURED.items()}
+    assert GROUPS["structured"] == list(graphs) and not set(GROUPS["sparse"]) & set(graphs)
+    assert [graphs[f"full_{n}"].num_edges for n in (512, 1024, 2048, 4096)] == [2**18, 2**20, 2**22, 2**24]
+    for name in (name for name in graphs if name.startswith("window")):
+        length, radius = map(int, name.split("_")[1:])
+        assert graphs[name].num_edges == length * (2 * radius + 1) - radius * (radius + 1)
+    assert graphs["grid_64x64_7"].num_edges == (64 * 7 - 12) ** 2
+    for name, count, least, most in (("ragged_256_10-60", 256, 10, 60), ("ragged_1024_5-500", 1024, 5, 500)):
+        sizes = graphs[name].ptr.diff()
+        assert len(sizes) == count and sizes.min() >= least and sizes.max() <= most
+
+
+def test_structured_rows_go_to_a_file_of_their_own(tmp_path, monkeypatch, capsys):
+    tiny = Case(lambda: WindowGraph(40, 3), heads=3, dim=8)
+    for cases in (CASES, STRUCTURED):
+        monkeypatch.setitem(cases, "window_40_3", tiny)
+    for results in ("RESULTS", "STRUCTURED_RESULTS"):
+        monkeypatch.setattr(run, results, tmp_path / f"{results}.csv")
+    command = ["--case", "window_40_3", "--provider", "chunked", "pyg", "--repeats", "3", "--budget", "0"]
+    assert run.main([*command, "--threads", str(torch.get_num_threads())]) == 0
+    assert not run.RESULTS.exists()
+    rows = run.read_rows(run.STRUCTURED_RESULTS)
+    assert [(r["mode"], r["provider"], r["heads"], r["dim"], r["edges"]) for r in rows] == [
+        (mode, provider, "3", "8", str(40 * 7 - 12))
+        for mode in ("forward", "forward+backward")
+        for provider in ("graphattn", "chunked")
+    ]
+    assert "window_40_3  3x8" in capsys.readouterr().out
+
+
+def test_growth_exponent_is_the_slope_of_the_logarithms():
+    sizes = [1000, 2000, 5000]
+    rounds = [[c * n**1.5 for n in sizes] for c in (1e-6, 4e-6)]  # all of one round slow: the same slope
+    odd = [[c * n**power for n in sizes] for c, power in ((1e-6, 1.0), (1e-6, 9.0))]
+    assert measure.growth_exponent(sizes, list(zip(*rounds))) == pytest.approx(1.5)
+    assert measure.growth_exponent(sizes, list(zip(*rounds, odd[0], odd[1], rounds[0]))) == pytest.approx(1.5)
+
+
+def test_growth_is_measured_and_written(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.csv"
+    run.add_rows(out, [row("window_8_1", "graphattn", "1", "1")])
+    command = ["--lengths", "512", "64", "--radius", "4", "--heads", "2", "--dim", "8", "--repeats", "3"]
+    command += ["--budget", "0", "--threads", str(torch.get_num_threads()), "--out", str(out)]
+    assert growth.main(command) == 0
+    rows = run.read_rows(out)
+    cases = ["window_8_1", *["growth_64_4", "growth_512_4"] * 2]
+    assert [r["case"] for r in rows] == cases and [r["nodes"] for r in rows[1:]] == ["64", "512"] * 2
+    assert all(float(r["ms"]) > 0 and float(r["error"]) < run.TOLERANCE for r in rows[1:])
+    (exponent,) = (r["note"] for r in rows if r["mode"] == "forward" and r["note"])
+    assert rows[2]["note"] == exponent and exponent in capsys.readouterr().out
+    assert f"the power of {float(exponent.split()[1]):.2f}" in tables.structured_tables(rows)
+
+    wrong = replace(providers.PROVIDERS["chunked"], operator=lambda graph: lambda query, key, value: value)
+    monkeypatch.setitem(providers.PROVIDERS, "chunked", wrong)
+    assert growth.main([*command, "--mode", "forward"]) == 1
+    rows = [r for r in run.read_rows(out) if r["case"].startswith("growth") and r["mode"] == "forward"]
+    assert [r["ms"] for r in rows] == ["", ""] and rows[0]["note"].startswith("disagrees with chunked by")
+
+
+def test_tables_of_structured_graphs():
+    shape = {"heads": "8", "dim": "64", "edges": "130"}
+    rows = [
+        row("window_10_6", "graphattn", "10", "1", extra_mb="4", **shape),
+        row("window_10_6", "chunked", "40", "0.250", extra_mb="9", **shape),
+        row("window_10_6", "chunked_half", "20", "0.500", extra_mb="8", **shape),
+        row("window_10_6", "masked_sdpa", "200", "0.050", extra_mb="90", **shape),
+        row("window_9_3", "graphattn", "1", "1", **shape),
+        row("window_9_3", "chunked", "", "", note="skipped: needs about 9 GB", **shape),
+        row("full_7", "graphattn", "3", "1", mode="forward+backward"),
+        row("full_7", "sdpa", "3", "1.02", mode="forward+backward", extra_mb="5"),
+    ]
+    text = tables.structured_tables(rows)
+    assert "| window_10_6 | 8 × 64 | 130 | 10.0 | 200 (20.0×) | 20.0 (2.0×) | 0.50 | 4.00 | 8.00 |" in text
+    assert "| window_9_3 | 8 × 64 | 130 | 1.00 |  |  |  | 4.00 |  |" in text
+    assert "| full_7 | 8 × 16 | 20,000 | 3.00 | 3.00 (1.0×) | 1.02 | 4.00 | 5.00 |" in text
+    assert "**Windows of ± so many nodes**, forward, float32, 2 threads" in text
+    assert "**Complete graphs**, forward and backward, float32, 2 threads" in text
+    assert tables.structured_tables([]) == "" and tables.structured_tables(rows[5:6]) == ""
+
+
 def test_tables_go_between_the_markers_only():
     text = f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
     new = tables.with_tables(text, "new")
@@ -198,13 +359,13 @@ def test_compiled_code_has_the_threads_it_is_named_for():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        edge_index, num_nodes = power_law(2000, 40_000)
-        inputs = [torch.randn(num_nodes, 2, 8) for _ in range(3)]
-        expected = providers._pyg(edge_index, num_nodes)(*inputs)
+        graph = power_law(2000, 40_000)
+        inputs = [torch.randn(graph.num_nodes, 2, 8) for _ in range(3)]
+        expected = providers._pyg(graph)(*inputs)
         parallel = {}
         for name in ("pyg_compiled", "pyg_compiled_1t"):
             torch._dynamo.reset()
-            attention = providers.PROVIDERS[name].operator(edge_index, num_nodes)
+            attention = providers.PROVIDERS[name].operator(graph)
             out, code = torch._inductor.utils.run_and_get_code(attention, *inputs)
             torch.testing.assert_close(out, expected)
             parallel[name] = "omp parallel" in "".join(code)

@@ -9,7 +9,7 @@ import torch
 from matplotlib import image
 
 import datasets
-from examples import node_classification
+from examples import node_classification, structured_attention
 
 
 def test_digits_by_default(tmp_path, capsys):
@@ -146,3 +146,51 @@ def test_help(capsys):
     printed = capsys.readouterr().out
     for option in ("--dataset", "--root", "--layer", "--compare", "--epochs", "--seed", "--seeds", "--out"):
         assert option in printed
+
+
+def test_one_layer_on_five_graphs(tmp_path, capsys):
+    figure = tmp_path / "new" / "five.png"
+    results = structured_attention.main(["--steps", "40", "--out", str(figure)])
+    edges = {row.graph: row.edges for row in results}
+    # 64²; 64 · 65 / 2; 17 a row less what falls off both ends; (8 · 5 - 6)² in the image
+    assert edges.pop("random") in range(64 + 10 * 64, 64 + 16 * 64 + 1)
+    assert edges == {"complete": 4096, "causal": 2080, "window": 64 * 17 - 8 * 9, "grid": 34**2}
+    printed = capsys.readouterr().out
+    for row in results:
+        assert row.milliseconds > 0 and 0.3 < row.accuracy <= 1  # a tenth by guessing
+        assert f"{row.milliseconds:.1f}" in printed and f"{100 * row.accuracy:.2f}" in printed
+    pixels = image.imread(figure)
+    assert pixels.shape[:2] == (715, 1650) and pixels.std() > 0.1
+
+
+@torch.no_grad()
+def test_attention_matrices_are_softmax_over_the_edges():
+    model, picture = structured_attention.Reader(), torch.rand(64)
+    x = model.nodes(picture)[0]
+    query, key = (model.heads_of(linear, x).transpose(0, 1) for linear in (model.query, model.key))
+    scores = query @ key.transpose(1, 2) / query.size(-1) ** 0.5
+    for graph in structured_attention.graphs(seed=3).values():
+        mask = graph.to_mask()
+        expected = scores.masked_fill(~mask, -torch.inf).softmax(-1).mean(0)
+        matrix = model.attention_matrix(picture, graph)
+        assert torch.equal(matrix.isnan(), ~mask) and mask.diagonal().all()
+        torch.testing.assert_close(matrix[mask], expected[mask])
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--steps", "0"], ["--image", "1000"], ["--image", "-1"], ["--out", "five"]]
+)
+def test_wrong_arguments_of_the_five_graphs(wrong, monkeypatch, capsys):
+    monkeypatch.delattr(structured_attention, "train")
+    with pytest.raises(SystemExit) as stopped:
+        structured_attention.main(wrong)
+    assert stopped.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_help_of_the_five_graphs(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        structured_attention.main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(option in printed for option in ("--steps", "--image", "--seed", "--out"))

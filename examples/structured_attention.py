@@ -1,0 +1,242 @@
+"""Run one layer on five graphs, and see what each of them lets a pixel attend to.
+
+    python -m examples.structured_attention                 # handwritten digits, no download
+
+The pixels of an image are the nodes. A small network with one attention layer learns to read digits while the
+graph changes from step to step: complete, causal, window, grid, random. No parameter belongs to a graph, so
+what is learned on one is used on all; the table shows how well it reads on each. The figure shows the layer's
+attention matrices for one image, and below them where one pixel looks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+from tqdm import tqdm
+
+import datasets
+from graphattn import (
+    CompleteGraph,
+    Graph,
+    GridGraph,
+    WindowGraph,
+    attention_weights,
+    expander_graph,
+    graph_attention,
+    union,
+)
+
+SIDE = 8
+PIXELS = SIDE * SIDE
+QUERY = 3 * SIDE + 4  # the pixel whose view is drawn, near the middle
+
+
+def graphs(seed: int) -> dict[str, Graph]:
+    """Five answers to the question which pixels a pixel may attend to; each may attend to itself."""
+    return {
+        "complete": CompleteGraph(PIXELS),
+        "causal": CompleteGraph(PIXELS, causal=True),
+        "window": WindowGraph(PIXELS, SIDE),
+        "grid": GridGraph((SIDE, SIDE), 2),
+        "random": union(expander_graph(PIXELS, 16, seed=seed), WindowGraph(PIXELS, 0)),
+    }
+
+
+class Reader(torch.nn.Module):
+    """One transformer layer over the pixels of an image, then the class of their mean.
+
+    Every pixel is its own intensity and those of its eight neighbours, with a learned position.
+    """
+
+    def __init__(self, channels: int = 32, heads: int = 4, classes: int = 10):
+        super().__init__()
+        self.heads = heads
+        self.embedding = torch.nn.Conv2d(1, channels, 3, padding=1)
+        self.position = torch.nn.Parameter(0.1 * torch.randn(PIXELS, channels))
+        self.norm = torch.nn.LayerNorm(channels)
+        self.query, self.key, self.value = (torch.nn.Linear(channels, channels) for _ in range(3))
+        self.out = torch.nn.Linear(channels, channels)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.LayerNorm(channels),
+            torch.nn.Linear(channels, 2 * channels),
+            torch.nn.GELU(),
+            torch.nn.Linear(2 * channels, channels),
+        )
+        self.classes = torch.nn.Linear(channels, classes)
+
+    def nodes(self, images: Tensor) -> Tensor:
+        return self.embedding(images.view(-1, 1, SIDE, SIDE)).flatten(2).transpose(1, 2) + self.position
+
+    def heads_of(self, linear: torch.nn.Linear, x: Tensor) -> Tensor:
+        return linear(self.norm(x)).unflatten(-1, (self.heads, -1))
+
+    def attention(self, x: Tensor, graph: Graph) -> Tensor:
+        query, key, value = (self.heads_of(linear, x) for linear in (self.query, self.key, self.value))
+        return self.out(graph_attention(query, key, value, graph).flatten(-2))
+
+    def forward(self, images: Tensor, graph: Graph) -> Tensor:
+        x = self.nodes(images)
+        x = x + self.attention(x, graph)
+        x = x + self.mlp(x)
+        return self.classes(x.mean(1))
+
+    def attention_matrix(self, image: Tensor, graph: Graph) -> Tensor:
+        """Weights `[queries, keys]` of one image, mean over the heads; NaN where there is no edge."""
+        x = self.nodes(image)[0]
+        weights = attention_weights(self.heads_of(self.query, x), self.heads_of(self.key, x), graph).mean(-1)
+        source, target = graph.to_edge_index()
+        matrix = torch.full((graph.num_queries, graph.num_keys), torch.nan)
+        matrix[target, source] = weights.flatten()[graph.slots()]
+        return matrix
+
+
+def train(
+    model: Reader, images: Tensor, labels: Tensor, all_graphs: dict[str, Graph], steps: int, seed: int
+) -> None:
+    """Take `steps` steps of Adam, every step on the next of the graphs."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1)
+    choice = list(all_graphs.values())
+    with tqdm(range(steps), desc="training", leave=False, disable=None) as bar:
+        for step in bar:
+            batch = torch.randint(len(images), (64,), generator=generator)
+            logits = model(images[batch], choice[step % len(choice)])
+            loss = F.cross_entropy(logits, labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table: what one graph costs and how well the shared layer reads on it."""
+
+    graph: str
+    edges: int
+    milliseconds: float  # of the attention layer on all test images, median
+    accuracy: float
+
+
+@torch.no_grad()
+def evaluate(model: Reader, images: Tensor, labels: Tensor, all_graphs: dict[str, Graph]) -> list[Result]:
+    """Read the test images on every graph; the layers are timed in turn, so that all have the same chance."""
+    x = model.nodes(images)
+    seconds: dict[str, list[float]] = {name: [] for name in all_graphs}
+    for _ in range(6):
+        for name, graph in all_graphs.items():
+            start = time.perf_counter()
+            model.attention(x, graph)
+            seconds[name].append(time.perf_counter() - start)
+    return [
+        Result(
+            name,
+            graph.num_edges,
+            1000 * float(np.median(seconds[name][1:])),  # the first round warms up
+            (model(images, graph).argmax(1) == labels).float().mean().item(),
+        )
+        for name, graph in all_graphs.items()
+    ]
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = [f"{'graph':<10} {'edges':>6} {'keys a query':>13} {'ms':>7} {'test accuracy':>14}"]
+    for row in results:
+        lines.append(
+            f"{row.graph:<10} {row.edges:>6} {row.edges / PIXELS:>13.1f} {row.milliseconds:>7.1f}"
+            f" {100 * row.accuracy:>14.2f}"
+        )
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def draw(path: Path, model: Reader, image: Tensor, all_graphs: dict[str, Graph], title: str) -> None:
+    """Attention matrices side by side, and below each the image as the pixel `QUERY` sees it."""
+    figure = Figure(figsize=(15, 6.5), layout="constrained")
+    figure.suptitle(title)
+    rows = figure.subplots(2, len(all_graphs), gridspec_kw={"height_ratios": (1.25, 1)})
+    colors = LinearSegmentedColormap.from_list("weights", ["#fff7ec", "#fdbb84", "#d7301f", "#7f0000"])
+    colors = colors.with_extremes(bad="#d5dbe3")
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    for name, (above, below) in zip(all_graphs, rows.T):
+        matrix = model.attention_matrix(image, all_graphs[name]).numpy()
+        # The weights of a query sum to 1, so they are the smaller the more keys it has.
+        share = matrix / np.nanmax(matrix, axis=1, keepdims=True)
+        shown = above.imshow(share, cmap=colors, norm=norm, interpolation="nearest")
+        above.add_patch(Rectangle((-0.5, QUERY - 0.5), PIXELS, 1, fill=False, edgecolor="#2166ac"))
+        ticks = range(0, PIXELS + 1, 2 * SIDE)
+        above.set(title=f"{name}, {all_graphs[name].num_edges} edges", xticks=ticks, yticks=ticks)
+        above.set(xlabel="key pixel", ylabel="query pixel" if above is rows[0, 0] else "")
+
+        below.imshow(share[QUERY].reshape(SIDE, SIDE), cmap=colors, norm=norm)
+        for pixel, ink in enumerate(image.flatten().tolist()):
+            row, column = divmod(pixel, SIDE)
+            below.plot(column, row, "o", color="black", markersize=9 * ink**0.5, alpha=0.75, mew=0)
+        corner = QUERY % SIDE - 0.5, QUERY // SIDE - 0.5
+        below.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#2166ac", linewidth=2.5))
+        below.set(xticks=[], yticks=[], xlabel=f"what pixel {QUERY} attends to")
+    figure.colorbar(
+        shown, ax=rows, label="weight / largest weight of the query\n(grey: no edge)", shrink=0.7, pad=0.01
+    )
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Result]:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.structured_attention", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--steps", type=int, default=500, help="training steps (default: 500)")
+    parser.add_argument("--image", type=int, default=0, help="number of the test image that is drawn")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights, the batches and the random graph"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out", "structured_attention.png"),
+        help="the figure (default: out/structured_attention.png)",
+    )
+    args = parser.parse_args(argv)
+    data = datasets.digits()
+    test = data.test_mask
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
+    if not 0 <= args.image < int(test.sum()):
+        parser.error(f"--image must be from 0 to {int(test.sum()) - 1}")
+    formats = Figure().canvas.get_supported_filetypes()
+    if args.out.suffix[1:].lower() not in formats:
+        parser.error(f"--out must end in one of {', '.join(formats)}, got {args.out}")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be written: {error}")
+
+    torch.manual_seed(args.seed)
+    model, all_graphs = Reader(), graphs(args.seed)
+    train(model, data.x[~test], data.y[~test], all_graphs, args.steps, args.seed)
+    results = evaluate(model, data.x[test], data.y[test], all_graphs)
+    print(f"One layer, the same {sum(p.numel() for p in model.parameters())} parameters on every graph;")
+    print(f"{int(test.sum())} test images of {PIXELS} pixels; ms is the layer on all of them\n")
+    print(table(results))
+    digit = int(data.y[test][args.image])
+    title = f"One layer on five graphs, looking at a {digit} (dots: its ink)"
+    draw(args.out, model, data.x[test][args.image], all_graphs, title)
+    print(f"\nFigure: {args.out}")
+    return results
+
+
+if __name__ == "__main__":
+    main()
