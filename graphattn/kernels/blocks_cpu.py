@@ -214,7 +214,10 @@ def backward(
                 dropped = p * keep
             _add_product(_view(grad_value, of_key, keys)[0], dropped, g, group)
             if grad_weights.numel():
-                ds.add_(grad_weights[b, chunk, keys, of_query[1]].permute(2, 0, 1).reshape(p.shape))
+                flowing = grad_weights[b, chunk, keys, of_query[1]].permute(2, 0, 1).reshape(p.shape)
+                mask = masks.of(block, q.dtype)
+                # What flows into a place without an edge counts for nothing, not even if it is NaN.
+                ds.add_(flowing if mask is None else flowing.masked_fill(mask == -math.inf, 0.0))
             ds = _softmax_backward(ds, p, -1, wide)
             if grad_lse.numel():
                 ds.addcmul_(p, grad_lse[b, chunk, of_query[1]].t().reshape(*p.shape[:2], 1))
