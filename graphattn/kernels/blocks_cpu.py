@@ -13,15 +13,13 @@ that run at a time write one place.
 
 import itertools
 import math
-import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from graphattn.kernels.blocks import Block, dropout_factors, missing_edges, of_block, segments, sequences
+from graphattn.kernels.threads import workers
 
 _SCORES = 2**17  # scores worked on together
 _JOBS = 32  # jobs that keep the threads busy without a cut by heads
@@ -409,40 +407,6 @@ def _ranges(heads: int, most: int) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(cuts)
 
 
-_pool: ThreadPoolExecutor | None = None
-_pool_lock = threading.Lock()
-
-
-def _forget_pool() -> None:
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)  # a forked child has none of its parent's threads
-
-
-def _workers(threads: int) -> ThreadPoolExecutor:
-    """Threads on which PyTorch computes serially."""
-    global _pool
-    with _pool_lock:
-        if _pool is None or _pool._max_workers < threads:
-            everyone = threading.Barrier(threads)
-
-            def serial() -> None:
-                torch.get_num_threads()  # PyTorch sets the number when a thread first asks for it, then we may
-                torch.set_num_threads(1)
-                everyone.wait()
-
-            pool = ThreadPoolExecutor(threads, thread_name_prefix="graphattn-blocks")
-            usual = torch.get_num_threads()
-            for started in [pool.submit(serial) for _ in range(threads)]:
-                started.result()
-            torch.set_num_threads(usual)  # new threads start with what was set last, anywhere
-            _pool = pool
-        return _pool
-
-
 def _run(job: Callable[..., None], items: Iterable[tuple]) -> None:
     """Do the jobs on as many threads as PyTorch uses, each serially; threads take job after job."""
     items = list(items)
@@ -457,6 +421,6 @@ def _run(job: Callable[..., None], items: Iterable[tuple]) -> None:
     if threads == 1 or not items:
         work()
         return
-    pool = _workers(threads)
+    pool = workers(threads)
     for helper in [pool.submit(work) for _ in range(min(threads, len(items)))]:
         helper.result()

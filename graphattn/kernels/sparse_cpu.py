@@ -23,9 +23,7 @@ row and has one order: no two threads write one place, and results do not depend
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +31,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from graphattn.kernels.threads import workers
 from graphattn.kernels.vector import (
     after,
     exp,
@@ -840,21 +839,8 @@ def _edge_kernel(calls, jobs, counter, reals, integers):
         job = take(pointer(counter, np.int64(0)))
 
 
-_pool: ThreadPoolExecutor | None = None
-
-
-def _forget_pool() -> None:
-    global _pool
-    _pool = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)  # a forked child has none of its parent's threads
-
-
 def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     """Call the kernel on as many threads as PyTorch uses, this one among them; each takes job after job."""
-    global _pool
     counter = np.zeros(1, np.int64)
     heads, features = int(call["heads"][0]), int(call["features"][0])
     size = BLOCK * (7 * (-(-heads // 8) * 8) + 2 * heads * features)
@@ -869,9 +855,8 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     if others < 1:
         work()
         return
-    if _pool is None or _pool._max_workers < others:
-        _pool = ThreadPoolExecutor(others, thread_name_prefix="graphattn")
-    helpers = [_pool.submit(work) for _ in range(others)]
+    pool = workers(others)
+    helpers = [pool.submit(work) for _ in range(others)]
     try:
         work()
     finally:
@@ -1176,7 +1161,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The body of the backward pass of an attention operator; inputs as in `forward`."""
     call = _Call(rows.layout, *inputs)
-    query, (bias, edge_attr, edge_projection) = inputs[0], inputs[3:6]
+    bias, edge_attr, edge_projection = inputs[3:6]
     H, F = call.heads, call.features
     # An empty gradient is one that is not there.
     grad_out = grad_out if grad_out.numel() == out.numel() else torch.zeros_like(out)
@@ -1253,7 +1238,7 @@ def backward(
     if edge_projection is not None:
         # d W_h = Σ_i (Σ_j dS e) q_i + (Σ_j z p e) dO_i; a query without an edge may hold NaN, which 0 would not cancel.
         idle = (rows.pointer.diff() == 0).view(-1, 1, 1)
-        products = [(call.whole(rows, grad_sums), query)]
+        products = [(call.whole(rows, grad_sums), inputs[0])]
         products += [(aggregate, grad_out)] if call.value_dim else []
         grad_projection = torch.zeros(edge_projection.shape, dtype=call.wide)
         with torch.autocast("cpu", enabled=False):
