@@ -1,3 +1,5 @@
+import os
+
 import hypothesis
 import pytest
 import torch
@@ -5,6 +7,9 @@ import torch
 # The same examples on every machine, and nothing left behind in the folder.
 hypothesis.settings.register_profile("graphattn", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("graphattn")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests run side by side: one thread each, where a test sets no other
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -340,5 +340,5 @@ def _formula(query, key, value, bias, mask, keep, scale, softcap) -> tuple[Tenso
     weights = weights / total
     out = (weights if keep is None else weights * keep) @ value
     if mask is not None:  # what flows into a place without an edge counts for nothing, not even if it is NaN
-        weights = weights.masked_fill(~mask, 0.0)
+        weights = weights.masked_fill(mask < 0.0, 0.0)
     return out.transpose(0, 1), lse.transpose(0, 1), weights.permute(1, 2, 0)
