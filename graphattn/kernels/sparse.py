@@ -67,6 +67,28 @@ def _backward_cpu(*arguments):
     return sparse_cpu.backward(*arguments)
 
 
+@torch.library.impl(_library, "sparse_attention", "CUDA")
+def _forward_cuda(*inputs):
+    return _triton().forward(*inputs)
+
+
+@torch.library.impl(_library, "sparse_attention_backward", "CUDA")
+def _backward_cuda(*arguments):
+    return _triton().backward(*arguments)
+
+
+def _triton():
+    try:
+        from graphattn.kernels import sparse_triton
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"graph_attention on CUDA tensors needs Triton, which comes with PyTorch for CUDA: {error}."
+            " Install it with `pip install triton`, or move the tensors with `.cpu()`.",
+            name=error.name,
+        ) from error
+    return sparse_triton
+
+
 @torch.library.register_fake("graphattn::sparse_attention", lib=_library)
 def _forward_fake(query, key, value, *rest):
     col, edge_attr, return_weights = rest[1], rest[7], rest[-1]

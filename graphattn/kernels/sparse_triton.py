@@ -34,8 +34,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _MOST = 8192  # numbers of one head and row in a tile
-_FORWARD_TILE = 4096  # numbers in a tile: enough bytes under way to fill the memory system, few enough for registers
-_BACKWARD_TILE = 2048  # with two tiles of sums
 _WARPS = 4
 
 # What changes from graph to graph is not compiled in.
@@ -63,7 +61,9 @@ def _segments(segments, num_segments, block, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, at, real, h, few: tl.constexpr, H: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr):
+def _tile(
+    x, at, real, h, few: tl.constexpr, H: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr
+):
     """x[at, h] for x [.., few, D], as [ROWS, EDGES, heads, PAD] numbers of type W, 0 where not real or h >= H."""
     d = tl.arange(0, PAD)[None, None, None, :]
     mask = real[:, :, None, None] & (h < H)[None, None, :, None]
@@ -103,7 +103,9 @@ def _tanh(x):
     far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(size, 64.0)) + 1.0)
     y = tl.minimum(size, 0.5)
     y = y * y
-    near = 1.0 + y / (3.0 + y / (5.0 + y / (7.0 + y / (9.0 + y / (11.0 + y / (13.0 + y / (15.0 + y / 17.0)))))))
+    near = 1.0 + y / (
+        3.0 + y / (5.0 + y / (7.0 + y / (9.0 + y / (11.0 + y / (13.0 + y / (15.0 + y / 17.0))))))
+    )
     near = x / near
     far = tl.where(x < 0, -far, far)
     return tl.where(size < 0.5, near, tl.where(x == x, far, x))
@@ -332,7 +334,10 @@ def _grads(
     s, dp, base, low, d, bias, grad_weights, seed, edge, real, h, b, num_edges, bias_edge_step, bias_head_step, scale,
     softcap, kept, drop_below, H: tl.constexpr, CAP: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """From q·k and dO·v to z p, the gradients of the modified scores, and the slopes to those of q·k."""
+    """From q·k and dO·v to z p, and to the gradients of the modified scores and of q·k.
+
+    All are 0 where there is no edge, though the node of the row, which then has none, may hold NaN.
+    """
     s, slope = _modified(s, bias, edge, real, h, bias_edge_step, bias_head_step, scale, softcap, H, CAP, W)
     p = tl.where(real[:, :, None], tl.exp((s - base) - low), 0.0)
     zp = p
@@ -341,7 +346,8 @@ def _grads(
         zp, dp = p * z, dp * z
     if grad_weights is not None:
         dp += _numbers(grad_weights, b * num_edges + edge, real, h, H, W)
-    return zp, p * (dp - d), slope
+    ds = tl.where(real[:, :, None], p * (dp - d), 0.0)
+    return zp, ds, tl.where(real[:, :, None], ds * slope, 0.0)
 
 
 @_kernel
@@ -394,7 +400,7 @@ def _query_kernel(
             s += tl.sum(eq * x, 3)
             if DV > 0:
                 dp += tl.sum(eg * x, 3)
-        zp, ds, slope = _grads(
+        zp, ds, dqk = _grads(
             s, dp, base, low, d, bias, grad_weights, seed, edge, real, h, b, num_edges, bias_edge_step, bias_head_step,
             scale, softcap, kept, drop_below, H, CAP, W,
         )  # fmt: skip
@@ -406,13 +412,12 @@ def _query_kernel(
                 _put_numbers(grad_bias, edge, real, h, H, more)
             else:
                 db += ds
-        ds = ds * slope
-        dq += ds[:, :, :, None] * k
+        dq += dqk[:, :, :, None] * k
         if F > 0:
-            features += ds[:, :, :, None] * x
+            features += dqk[:, :, :, None] * x
             _put_numbers(pairs, 2 * edge, real, h, H, zp)
-            _put_numbers(pairs, 2 * edge + 1, real, h, H, ds)
-            dx = ds[:, :, :, None] * eq
+            _put_numbers(pairs, 2 * edge + 1, real, h, H, dqk)
+            dx = dqk[:, :, :, None] * eq
             if DV > 0:
                 dx += zp[:, :, :, None] * eg
             dx = tl.sum(dx, 2)
@@ -481,15 +486,14 @@ def _key_kernel(
                 dp = tl.zeros([ROWS, EDGES, HEADS], W)
                 if DV > 0:
                     dp = tl.sum(do * v, 3)
-                zp, ds, slope = _grads(
+                zp, _, dqk = _grads(
                     tl.sum(q * k, 3), dp, base, low, d, bias, grad_weights, seed, edge, real, h, b, num_edges,
                     bias_edge_step, bias_head_step, scale, softcap, kept, drop_below, H, CAP, W,
                 )  # fmt: skip
-                ds = ds * slope
             else:
                 zp = _numbers(pairs, 2 * edge, real, h, H, W)
-                ds = _numbers(pairs, 2 * edge + 1, real, h, H, W)
-            dk += ds[:, :, :, None] * q
+                dqk = _numbers(pairs, 2 * edge + 1, real, h, H, W)
+            dk += dqk[:, :, :, None] * q
             if DV > 0:
                 dv += zp[:, :, :, None] * do
         real = ahead
@@ -513,14 +517,21 @@ def _project_kernel(
 ):  # fmt: skip
     """to[n, h] = x[n, h] @ matrix[h] for x [count, H, IN] and to [count, H, OUT]; += if ADD."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    h, c = tl.program_id(1), tl.arange(0, OUTP)
+    h, c, part = tl.program_id(1), tl.arange(0, OUTP), tl.arange(0, 8)
     at = ((n * H + h) * OUT)[:, None] + c[None, :]
     mask = (n < count)[:, None] & (c < OUT)[None, :]
-    sums = tl.zeros([ROWS, OUTP], W)
-    for i in range(IN):
-        left = tl.load(x + ((n * H + h) * IN + i), n < count, 0.0).to(W)
-        right = tl.load(matrix + (h * IN * OUT + i * stride_in + c * stride_out), c < OUT, 0.0).to(W)
-        sums += left[:, None] * right[None, :]
+    parts = tl.zeros([ROWS, 8, OUTP], W)  # eight sums, for short ones round less
+    for start in range(0, IN, 8):
+        i = start + part
+        left = tl.load(
+            x + (((n * H + h) * IN)[:, None] + i[None, :]), (n < count)[:, None] & (i < IN)[None, :], 0.0
+        )
+        from_row = (h * IN * OUT + i * stride_in)[:, None]
+        right = tl.load(
+            matrix + (from_row + (c * stride_out)[None, :]), (i < IN)[:, None] & (c < OUT)[None, :], 0.0
+        )
+        parts += left.to(W)[:, :, None] * right.to(W)[None, :, :]
+    sums = tl.sum(parts, 1)
     if ADD:
         sums += tl.load(to + at, mask, 0.0)
     tl.store(to + at, sums, mask)
@@ -543,8 +554,12 @@ def _outer_kernel(
         real = (n < count) & (start + tl.arange(0, ROWS) < chunk)
         node = n % num_rows
         real = real & (tl.load(rowptr + node, real, 0) < tl.load(rowptr + node + 1, real, 0))
-        left = tl.load(x + (((n * H + h) * F)[:, None] + f[None, :]), real[:, None] & (f < F)[None, :], 0.0).to(W)
-        right = tl.load(y + (((n * H + h) * D)[:, None] + d[None, :]), real[:, None] & (d < D)[None, :], 0.0).to(W)
+        left = tl.load(
+            x + (((n * H + h) * F)[:, None] + f[None, :]), real[:, None] & (f < F)[None, :], 0.0
+        ).to(W)
+        right = tl.load(
+            y + (((n * H + h) * D)[:, None] + d[None, :]), real[:, None] & (d < D)[None, :], 0.0
+        ).to(W)
         sums += left[:, :, None] * right[:, None, :]
     at = ((tl.program_id(0).to(tl.int64) * H + h) * F + f)[:, None] * D + d[None, :]
     mask = (f < F)[:, None] & (d < D)[None, :]
@@ -566,7 +581,9 @@ class _Plan(NamedTuple):
     slots: int  # places for the pieces
 
 
-_plans = WeakIdKeyDictionary()  # by the tensor of row pointers: its version when the plan was made, and the plan
+_plans = (
+    WeakIdKeyDictionary()
+)  # by the tensor of row pointers: its version when the plan was made, and the plan
 
 
 def _piece(num_rows: int, num_edges: int) -> int:
@@ -598,12 +615,18 @@ def _make_plan(pointer: Tensor, num_edges: int) -> _Plan:
     turns = ((count + 3) // 4 - beyond.int()).int()
     segments = segments[turns.sort(descending=True, stable=True).indices].int()
 
-    number = torch.arange(1, num_edges // (piece + 1) + 1, device=device)
+    most = num_edges // (piece + 1)
+    number = torch.arange(1, most + 1, device=device)
     row = torch.searchsorted(is_long.cumsum(0), number)
     beyond = row == num_rows
     row.clamp_(max=num_rows - 1)
-    long = [row.masked_fill(beyond, -1), (long_ends - pieces)[row], pieces[row].masked_fill(beyond, 0), beyond * -1]
-    return _Plan(segments, torch.stack(long, 1).int(), 2 * num_edges // (piece + 1))
+    long = [
+        row.masked_fill(beyond, -1),
+        (long_ends - pieces)[row],
+        pieces[row].masked_fill(beyond, 0),
+        beyond * -1,
+    ]
+    return _Plan(segments, torch.stack(long, 1).int(), 2 * num_edges // (piece + 1) if most else 0)
 
 
 def _plan(pointer: Tensor, num_edges: int) -> _Plan:
@@ -663,22 +686,32 @@ class _Call:
         }
         self.type = {"W": tl.float64 if self.wide == torch.float64 else tl.float32}
         self.lowest = {"LOWEST": torch.finfo(self.wide).min}
-        self.values_of = {"H": self.heads, "DV": self.value_dim, "DVP": triton.next_power_of_2(max(self.value_dim, 1))}
+        self.values_of = {
+            "H": self.heads,
+            "DV": self.value_dim,
+            "DVP": triton.next_power_of_2(max(self.value_dim, 1)),
+        }
         self.features_of = {"F": self.features, "FP": triton.next_power_of_2(max(self.features, 1))}
         self.keys_of = {"KV": self.kv_heads, "D": self.dim, "DP": triton.next_power_of_2(self.dim)}
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.wide, device=self.device)
 
-    def tile(self, numbers: int, heads: int, num_rows: int) -> dict[str, int]:
-        """Heads, rows and edges of a program, for rows of so many edges as the graph has on average."""
+    def tile(self, each_thread: int, heads: int, num_rows: int) -> dict[str, int]:
+        """Heads, rows and edges of a program, for rows of so many edges as the graph has on average.
+
+        ``each_thread`` numbers of the tile are one thread's: enough to keep the memory busy, few enough for registers.
+        """
+        numbers = 32 * _WARPS * (each_thread // 2 if self.features else each_thread)
         each = min(triton.next_power_of_2(heads), max(1, 256 // self.width))
         places = max(1, numbers // (each * self.width))
         edges = triton.next_power_of_2(max(4, -(-self.num_edges // max(num_rows, 1))))
         edges = min(edges, places, 32)
         return {"HEADS": each, "ROWS": places // edges, "EDGES": edges}
 
-    def launch(self, kernel, batch: int, rows: int, tile: dict[str, int], heads: int, *arguments, **named) -> None:
+    def launch(
+        self, kernel, batch: int, rows: int, tile: dict[str, int], heads: int, *arguments, **named
+    ) -> None:
         """Over the leading indices, groups of rows and groups of heads."""
         blocks = -(-rows // tile["ROWS"])
         if batch * blocks:
@@ -689,7 +722,7 @@ class _Call:
         """to[n, h] = x[n, h] @ W[h], or its transpose; += if add."""
         inner, outer = x.size(-1), to.size(-1)
         padded = triton.next_power_of_2(outer)
-        rows = max(1, _BACKWARD_TILE // padded)
+        rows = max(1, 512 // padded)
         count = self.batch * x.size(1)
         if count:
             _project_kernel[(-(-count // rows), self.heads)](
@@ -739,7 +772,7 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         edge_query = call.new(batch, num_queries, H, F)
         call.project(call.queries, edge_query, transposed=True)
     by_edge = call.by_edge or F > 0 or return_weights or call.seed is not None
-    tile = call.tile(_FORWARD_TILE, H, num_queries)
+    tile = call.tile(32, H, num_queries)
     call.launch(
         _forward_kernel, batch, len(plan.segments), tile, H,
         plan.segments, col, edge_id if by_edge else None, call.queries, call.keys, call.values, call.bias, edge_query,
@@ -784,7 +817,7 @@ def _backward(
     out, lse, lse_low, aggregate = (x.contiguous() for x in (out, lse, lse_low, aggregate))
 
     delta = call.new(batch, num_queries, H)
-    tile = call.tile(_BACKWARD_TILE, H, num_queries)
+    tile = call.tile(16, H, num_queries)
     call.launch(
         _delta_kernel, batch, num_queries, tile, H, call.rowptr, edge_id, out, grad_out, grad_lse,
         weights.contiguous(), grad_weights, delta, num_rows=num_queries, num_edges=num_edges, **call.values_of,
@@ -808,7 +841,8 @@ def _backward(
     work_key, work_value = call.work(columns, KV, D), call.work(columns, KV, DV)
 
     by_edge = call.by_edge or call.seed is not None or grad_weights is not None
-    key_tile = call.tile(_BACKWARD_TILE, KV, num_keys)
+    # Of narrow heads less: with fewer lse than threads, Triton loads them where they are used, without a barrier.
+    key_tile = call.tile(min(16, max(8, call.width // 2)), KV, num_keys)
     options = {"CAP": inputs[14] > 0, **call.scalars, **call.keys_of, **call.values_of}
     # What is summed or kept per edge belongs to one leading index at a time.
     turns = batch if call.by_edge or F else 1
@@ -858,12 +892,14 @@ def _projection_grad(call: _Call, grad_sums: Tensor, aggregate: Tensor, grad_out
     count = call.batch * call.num_queries
     parts = max(1, min(512, 2**22 // (H * F * D), -(-count // 64)))
     padded = triton.next_power_of_2(D)
-    features = min(triton.next_power_of_2(F), max(1, _BACKWARD_TILE // padded))
+    features = min(triton.next_power_of_2(F), max(1, 2048 // padded))
     grad = call.new(parts, H, F, D)
-    for add, (x, y) in enumerate([(grad_sums, call.queries), (aggregate, grad_out)][: 2 if call.value_dim else 1]):
+    for add, (x, y) in enumerate(
+        [(grad_sums, call.queries), (aggregate, grad_out)][: 2 if call.value_dim else 1]
+    ):
         _outer_kernel[(parts, H, -(-F // features))](
             call.rowptr, x, y, grad, max(call.num_queries, 1), count, -(-count // parts),
-            H=H, F=F, FB=features, D=D, DP=padded, ROWS=max(1, _BACKWARD_TILE // (features * padded)), ADD=add > 0,
+            H=H, F=F, FB=features, D=D, DP=padded, ROWS=max(1, 2048 // (features * padded)), ADD=add > 0,
             **call.type, num_warps=_WARPS,
         )  # fmt: skip
     return grad.sum(0)
