@@ -45,7 +45,8 @@ def test_works_without_optional_packages():
 
 
 def test_importing_loads_nothing_that_it_does_not_need():
-    heavy = ("matplotlib", "networkx", "sklearn", "transformers", "triton")
+    # Triton itself comes with torch._dynamo, which PyG imports, where it is installed.
+    heavy = ("matplotlib", "networkx", "sklearn", "transformers", "graphattn.kernels.sparse_triton")
     loaded = python(f"{ATTEND}\nimport sys; print([name for name in {heavy} if name in sys.modules])")
     assert loaded.strip() == "[]"
 
@@ -55,7 +56,7 @@ def test_without_triton_cuda_tensors_get_an_error_that_says_what_to_install(monk
 
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "graphattn.kernels.sparse_triton", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="CUDA tensors needs Triton.*pip install triton"):
+    with pytest.raises(ModuleNotFoundError, match=r"CUDA tensors needs Triton.*pip install triton"):
         sparse._triton()
 
 

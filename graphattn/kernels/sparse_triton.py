@@ -22,7 +22,7 @@ pair (z p, dS) of each edge and head for the pass by key. Every sum has one orde
 
 # pyright: reportMissingImports=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalOperand=false
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 # (a kernel is read by Triton, whose types are not Python's)
 import struct
 from typing import NamedTuple
@@ -636,10 +636,11 @@ def _plan(pointer: Tensor, num_edges: int) -> _Plan:
     """
     if pointer.is_inference() or (pointer.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _make_plan(pointer, num_edges)
-    version, plan = _plans.get(pointer, (-1, None))
-    if plan is None or version != pointer._version:
-        plan = _make_plan(pointer, num_edges)
-        _plans[pointer] = pointer._version, plan
+    kept = _plans.get(pointer)
+    if kept is not None and kept[0] == pointer._version:
+        return kept[1]
+    plan = _make_plan(pointer, num_edges)
+    _plans[pointer] = pointer._version, plan
     return plan
 
 
