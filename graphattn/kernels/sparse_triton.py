@@ -308,14 +308,14 @@ def _delta_kernel(
         d -= tl.sum(_numbers(grad_lse, place[:, None], real[:, None], h, H, W), 1)
     if grad_weights is not None:
         first, end = tl.load(rowptr + row, real, 0), tl.load(rowptr + row + 1, real, 0)
-        sums = tl.zeros([ROWS, EDGES, HEADS], W)
+        sums = tl.zeros([ROWS, EDGES, HEADS], tl.float64)  # a row in one piece, however long
         for start in range(0, tl.max(end - first, 0), EDGES):
             t = first[:, None] + (start + tl.arange(0, EDGES)[None, :])
             here = t < end[:, None]
             edge = b * num_edges + tl.load(edge_id + t, here, 0).to(tl.int64)
-            p = _numbers(weights, edge, here, h, H, W)
-            sums += p * _numbers(grad_weights, edge, here, h, H, W)
-        d += tl.sum(sums, 1)
+            p = _numbers(weights, edge, here, h, H, tl.float64)
+            sums += p * _numbers(grad_weights, edge, here, h, H, tl.float64)
+        d += tl.sum(sums, 1).to(W)
     _put_numbers(delta, place[:, None], real[:, None], h, H, d[:, None, :])
 
 
@@ -587,8 +587,8 @@ _plans = (
 
 
 def _piece(num_rows: int, num_edges: int) -> int:
-    """The most edges of a segment: pieces few beside the rows, but segments enough for the whole device."""
-    most = min(8 * num_edges // max(num_rows, 1), num_edges // 4096)
+    """The most edges of a segment: pieces few beside the rows, segments enough for the device, sums not too long."""
+    most = min(8 * num_edges // max(num_rows, 1), num_edges // 4096, 2048)
     return max(256, triton.next_power_of_2(most))
 
 
