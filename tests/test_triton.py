@@ -94,6 +94,13 @@ def test_a_plan_follows_its_pointers():
     assert again is not plan and sorted(again.segments[:, 2].tolist()) == [1, 2]
 
 
+def test_heads_too_wide_for_a_tile():
+    from graphattn.kernels import sparse_triton
+
+    with pytest.raises(NotImplementedError, match="up to 8192 numbers, got 8193"):
+        arguments(torch.float32, 1, 1, 8193, sparse_triton.forward, degree=1)
+
+
 # Compiled ahead of time.
 
 

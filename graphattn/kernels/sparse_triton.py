@@ -4,7 +4,7 @@ The rows of a pass are queries (forward, and the backward pass that gives the gr
 that gives those of keys and values). A plan cuts long rows into pieces; a segment is a row or a piece of one. A program
 walks ``ROWS`` segments side by side, ``EDGES`` edges of each at a time, for some of the heads: it gathers the far ends
 of the edges as a tile [ROWS, EDGES, heads, dims]. Every place [row, edge] of the tile keeps a softmax and sums of its
-own, so that programs exchange nothing but q·k until the end, when the places of a row are put together:
+own, so that threads exchange nothing but parts of q·k until the end, when the places of a row are put together:
 
     m' = max(m, s),   l' = l exp(m - m') + exp(s - m'),   o' = o exp(m - m') + z exp(s - m') v        for each edge
     M = max m,   out = Σ o exp(m - M) / Σ l exp(m - M),   lse = M + log Σ l exp(m - M)                for each row
@@ -339,7 +339,9 @@ def _grads(
     All are 0 where there is no edge, though the node of the row, which then has none, may hold NaN.
     """
     s, slope = _modified(s, bias, edge, real, h, bias_edge_step, bias_head_step, scale, softcap, H, CAP, W)
-    p = tl.where(real[:, :, None], tl.exp((s - base) - low), 0.0)
+    # As in the forward pass, a choice stands between product and difference: fused, they would round another way.
+    s = tl.where(real[:, :, None], s, -float("inf"))
+    p = tl.exp((s - base) - low)
     zp = p
     if seed is not None:
         z = _factors(seed, edge, h, b, num_edges, kept, drop_below, H)
@@ -581,9 +583,8 @@ class _Plan(NamedTuple):
     slots: int  # places for the pieces
 
 
-_plans = (
-    WeakIdKeyDictionary()
-)  # by the tensor of row pointers: its version when the plan was made, and the plan
+# By the tensor of row pointers: its version when the plan was made, and the plan.
+_plans = WeakIdKeyDictionary()
 
 
 def _piece(num_rows: int, num_edges: int) -> int:
