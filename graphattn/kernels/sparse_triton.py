@@ -686,7 +686,11 @@ class _Call:
             "kept": _bits(1 / (1 - dropout_p) if dropout_p < 1 else 0.0),
             "drop_below": int(dropout_p * 2**53),
         }
-        self.type = {"W": tl.float64 if self.wide == torch.float64 else tl.float32}
+        self.compiled = {
+            "W": tl.float64 if self.wide == torch.float64 else tl.float32,
+            "num_warps": _WARPS,
+            "enable_fp_fusion": True,  # said here, as the default changes with Triton 3.10
+        }
         self.lowest = {"LOWEST": torch.finfo(self.wide).min}
         self.values_of = {
             "H": self.heads,
@@ -718,7 +722,7 @@ class _Call:
         blocks = -(-rows // tile["ROWS"])
         if batch * blocks:
             grid = (batch * blocks, -(-heads // tile["HEADS"]))
-            kernel[grid](*arguments, blocks=blocks, **tile, **named, **self.type, num_warps=_WARPS)
+            kernel[grid](*arguments, blocks=blocks, **tile, **named, **self.compiled)
 
     def project(self, x: Tensor, to: Tensor, add: bool = False, transposed: bool = False) -> None:
         """to[n, h] = x[n, h] @ W[h], or its transpose; += if add."""
@@ -729,7 +733,7 @@ class _Call:
         if count:
             _project_kernel[(-(-count // rows), self.heads)](
                 x, self.projection, to, count, 1 if transposed else outer, inner if transposed else 1,
-                H=self.heads, IN=inner, OUT=outer, OUTP=padded, ROWS=rows, ADD=add, **self.type, num_warps=_WARPS,
+                H=self.heads, IN=inner, OUT=outer, OUTP=padded, ROWS=rows, ADD=add, **self.compiled,
             )  # fmt: skip
 
     def merge(self, plan: _Plan, to: Tensor, work: Tensor | None) -> None:
@@ -740,7 +744,7 @@ class _Call:
             count = len(plan.long)
             _merge_sums_kernel[(self.batch * count, -(-size // columns))](
                 plan.long, to, work, plan.slots, to.size(1), count,
-                SIZE=size, PIECES=16, COLUMNS=columns, **self.type, num_warps=_WARPS,
+                SIZE=size, PIECES=16, COLUMNS=columns, **self.compiled,
             )  # fmt: skip
 
     def work(self, plan: _Plan, *shape: int) -> Tensor | None:
@@ -786,8 +790,7 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         edges = tile["ROWS"] * tile["EDGES"]
         _merge_softmax_kernel[(batch * len(plan.long), -(-H // tile["HEADS"]))](
             plan.long, out, lse, lse_low, aggregate, *work, plan.slots, num_queries, len(plan.long),
-            HEADS=tile["HEADS"], EDGES=edges, **call.values_of, **call.features_of, **call.type, **call.lowest,
-            num_warps=_WARPS,
+            HEADS=tile["HEADS"], EDGES=edges, **call.values_of, **call.features_of, **call.compiled, **call.lowest,
         )  # fmt: skip
     if F and DV:
         call.project(aggregate, out, add=True)
@@ -902,6 +905,6 @@ def _projection_grad(call: _Call, grad_sums: Tensor, aggregate: Tensor, grad_out
         _outer_kernel[(parts, H, -(-F // features))](
             call.rowptr, x, y, grad, max(call.num_queries, 1), count, -(-count // parts),
             H=H, F=F, FB=features, D=D, DP=padded, ROWS=max(1, 2048 // (features * padded)), ADD=add > 0,
-            **call.type, num_warps=_WARPS,
+            **call.compiled,
         )  # fmt: skip
     return grad.sum(0)
