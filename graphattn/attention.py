@@ -179,7 +179,7 @@ def _attend(
                 graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
                 bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
             )  # fmt: skip
-        case CompleteGraph() | WindowGraph() | GridGraph():
+        case CompleteGraph() | WindowGraph() | GridGraph() if query.device.type in ("cpu", "meta"):
             if graph.order is not None:  # the kernels see the nodes of a clique side by side
                 query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
             if not isinstance(graph, GridGraph) and _in_blocks(graph, bias, return_weights):
@@ -198,7 +198,8 @@ def _attend(
                 out, lse = (torch.empty_like(x).index_copy(1, graph.order, x) for x in (out, lse))
         case _:
             raise NotImplementedError(
-                f"graph_attention has no kernel for {type(graph).__name__}. Use graph.to_sparse()."
+                f"graph_attention has no kernel for {type(graph).__name__} on {graph.device.type}."
+                " Use graph.to_sparse()."
             )
     out = out.to(query.dtype).view(*leading, *out.shape[1:])
     lse = lse.view(*leading, *lse.shape[1:])

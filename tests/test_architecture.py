@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import graphattn
 
@@ -44,9 +45,25 @@ def test_works_without_optional_packages():
 
 
 def test_importing_loads_nothing_that_it_does_not_need():
-    heavy = ("matplotlib", "networkx", "sklearn", "transformers", "triton")
+    # Triton itself comes with torch._dynamo, which PyG imports, where it is installed.
+    heavy = ("matplotlib", "networkx", "sklearn", "transformers", "graphattn.kernels.sparse_triton")
     loaded = python(f"{ATTEND}\nimport sys; print([name for name in {heavy} if name in sys.modules])")
     assert loaded.strip() == "[]"
+
+
+def test_without_triton_cuda_tensors_get_an_error_that_says_what_to_install(monkeypatch):
+    from graphattn.kernels import sparse
+
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "graphattn.kernels.sparse_triton", raising=False)
+    monkeypatch.delattr("graphattn.kernels.sparse_triton", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"CUDA tensors needs Triton.*pip install triton"):
+        sparse._triton()
+
+
+@pytest.mark.parametrize("operator", ["sparse_attention", "sparse_attention_backward"])
+def test_the_operator_has_a_body_on_cuda(operator):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"graphattn::{operator}", "CUDA")
 
 
 def test_public_names():

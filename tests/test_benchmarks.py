@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks import growth, measure, providers, run, tables
+from benchmarks import gpu, growth, measure, providers, run, tables
 from benchmarks.cases import CASES, GROUPS, STRUCTURED, Case, power_law, ragged
 from graphattn import CompleteGraph, GridGraph, WindowGraph
 
@@ -373,3 +373,46 @@ def test_compiled_code_has_the_threads_it_is_named_for():
     finally:
         torch.set_num_threads(threads)
         torch._dynamo.reset()
+
+
+# benchmarks.gpu, as far as it needs no GPU.
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_peers_of_the_gpu_agree():
+    cases = {
+        "power law": gpu.power_law(300, 2000, "cpu"),
+        "mesh": gpu.mesh("cpu", 120, 20),
+        "molecules": gpu.molecules("cpu", 5),
+        "window": gpu.window("cpu", 50, 3),
+    }
+    for name, case in cases.items():
+        shapes = [(case.num_queries, 2, 4), *[(case.num_keys, 2, 4)] * 2]
+        if case.features:
+            shapes += [(case.edge_index.size(1), case.features), (2, case.features, 4)]
+        inputs = [torch.randn(shape) for shape in shapes]
+        results = {}
+        for provider, (make, _) in gpu.PROVIDERS.items():
+            try:
+                results[provider] = make(case, inputs, lambda function: function)()
+            except NotImplementedError:
+                assert name != "window" and provider in ("flex", "sdpa")
+        assert results.keys() >= {"graphattn", "pyg", "pyg_compiled"}
+        for result in results.values():
+            torch.testing.assert_close(result, results["graphattn"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_floors_of_the_gpu():
+    """3 rings of 18 atoms with 2 neighbours, rows of 256 bytes: 54 · 4 rows once, or 108 · 2 for edges, and ids."""
+    case = gpu.molecules("cpu", 3)
+    assert case.edge_index.size(1) == 108
+    assert gpu.least_bytes(case, 256, 0, 8, "forward") == (54 * 4 * 256 + 108 * 4, 108 * (2 * 256 + 4))
+    once, edge = gpu.least_bytes(case, 256, 0, 8, "forward+backward")
+    assert (once, edge) == (3 * (54 * 4 * 256 + 108 * 4), 108 * (3 * (2 * 256 + 4) + 8 * 8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_measure(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "no CUDA device" in capsys.readouterr().err

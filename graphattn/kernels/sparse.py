@@ -220,6 +220,26 @@ def _backward_cpu(*arguments):
     return sparse_cpu.backward(rows, columns, *(arguments[:11] + arguments[17:]))
 
 
+def _forward_cuda(*inputs):
+    return _triton().forward(*inputs)
+
+
+def _backward_cuda(*arguments):
+    return _triton().backward(*arguments)
+
+
+def _triton():
+    try:
+        from graphattn.kernels import sparse_triton
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"graph_attention on CUDA tensors needs Triton, which comes with PyTorch for CUDA: {error}."
+            " Install it with `pip install triton`, or move the tensors with `.cpu()`.",
+            name=error.name,
+        ) from error
+    return sparse_triton
+
+
 _sparse_attention = define(
     "sparse_attention",
     # The indices of a graph, by query and by key (see graphattn.graph.SparseGraph).
@@ -229,6 +249,8 @@ _sparse_attention = define(
     _forward_cpu,
     _backward_cpu,
 )
+_library.impl("sparse_attention", _forward_cuda, "CUDA")
+_library.impl("sparse_attention_backward", _backward_cuda, "CUDA")
 
 
 def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor]:
