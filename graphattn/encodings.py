@@ -349,56 +349,67 @@ def checked_positions(positions: Tensor) -> tuple[Tensor, torch.dtype]:
     return positions.unsqueeze(1) if positions.dim() == 1 else positions, dtype
 
 
-class _Krylov(NamedTuple):
-    """A symmetric operator whose largest eigenvalues are wanted, and how to turn them into the Laplacian's."""
-
-    apply: Callable[[np.ndarray], np.ndarray]
-    eigenvalue: Callable[[np.ndarray], np.ndarray]
-    steps: int
-
-
-def _smallest_eigenpairs(L, null: np.ndarray, largest: float, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _smallest_eigenpairs(L, null: np.ndarray, largest: float, k: int) -> tuple[list[float], np.ndarray]:
     """The k smallest eigenpairs of the Laplacian of a connected graph, its null vector aside."""
     n = len(null)
-    null = (null / np.linalg.norm(null)).reshape(-1, 1)
+    constant = torch.from_numpy(null / np.linalg.norm(null)).unsqueeze(1)
     if n <= _DENSE or 4 * k > n:
-        from scipy.linalg import eigh
-
         # The null vector is moved above all other eigenvalues: however small those are, none is mistaken.
-        return eigh(L.toarray() + 2 * largest * (null @ null.T), subset_by_index=[0, k - 1])
+        values, vectors = torch.linalg.eigh(torch.from_numpy(L.toarray()) + 2 * largest * constant @ constant.T)
+        return values[:k].tolist(), vectors[:, :k].numpy()
 
-    def project(x: np.ndarray) -> np.ndarray:
-        return x - null @ (null.T @ x)
+    def project(x: Tensor) -> Tensor:
+        return x - constant @ (constant.T @ x)
 
-    def by_products() -> _Krylov:
-        return _Krylov(lambda x: largest * x - project(L @ x), lambda value: largest - value, 150)
+    def times(x: Tensor) -> Tensor:
+        return project(torch.from_numpy(L @ x.numpy()))
 
-    def by_solves() -> _Krylov:
-        from scipy.sparse.linalg import splu
+    if _is_thin(L):
+        converged, _, vectors = _largest_eigenpairs(_inverse(L, project), project, n, k, 5_000)
+    else:
+        converged, values, vectors = _largest_eigenpairs(lambda x: largest * x - times(x), project, n, k, 40)
+        if not converged:
+            cut = largest - float(values[-1])
+            converged, _, vectors = _largest_eigenpairs(
+                lambda x: _chebyshev(times, x, cut, largest), project, n, k, 5_000
+            )
+    if not converged:
+        raise RuntimeError(f"laplacian_eigenvectors did not converge on a component of {n} nodes.")
+    vectors = torch.linalg.qr(vectors[:, :k])[0]
+    return (vectors * times(vectors)).sum(0).tolist(), vectors.numpy()
 
-        # Without one node, whose value is then set to 0, the matrix is regular; what is lost is the null vector.
-        rest = np.delete(np.arange(n), np.argmax(L.diagonal()))
-        factors = splu(
-            L[rest][:, rest].tocsc(),
-            permc_spec="MMD_AT_PLUS_A",
-            diag_pivot_thresh=0.0,
-            options={"SymmetricMode": True},
-        )
 
-        def solve(x: np.ndarray) -> np.ndarray:
-            y = np.zeros_like(x)
-            y[rest] = factors.solve(np.ascontiguousarray(x[rest]))
-            return project(y)
+def _inverse(L, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The pseudoinverse of the Laplacian of a connected graph."""
+    from scipy.sparse.linalg import splu
 
-        return _Krylov(solve, lambda value: 1 / value, 10_000)
+    # Without one node, whose value is then set to 0, the matrix is regular; what is lost is the null vector.
+    rest = np.delete(np.arange(L.shape[0]), np.argmax(L.diagonal()))
+    factors = splu(
+        L[rest][:, rest].tocsc(),
+        permc_spec="MMD_AT_PLUS_A",
+        diag_pivot_thresh=0.0,
+        options={"SymmetricMode": True},
+    )
 
-    ways = (by_solves,) if _is_thin(L) else (by_products, by_solves)
-    for way in ways:
-        operator = way()
-        found = _largest_eigenpairs(operator, project, n, k)
-        if found is not None:
-            return operator.eigenvalue(found[0]), found[1]
-    raise RuntimeError(f"laplacian_eigenvectors did not converge on a component of {n} nodes.")
+    def solve(x: Tensor) -> Tensor:
+        y = np.zeros(x.shape)
+        y[rest] = factors.solve(x.numpy()[rest])
+        return project(torch.from_numpy(y))
+
+    return solve
+
+
+def _chebyshev(times: Callable[[Tensor], Tensor], x: Tensor, cut: float, largest: float) -> Tensor:
+    """A polynomial of the Laplacian that is at most 1 from `cut` to `largest` and steep below: T_16."""
+
+    def scaled(x: Tensor) -> Tensor:  # maps [cut, largest] to [1, -1]
+        return ((largest + cut) * x - 2 * times(x)) / (largest - cut)
+
+    before, now = x, scaled(x)
+    for _ in range(15):
+        before, now = now, 2 * scaled(now) - before
+    return now
 
 
 def _is_thin(L) -> bool:
@@ -418,39 +429,44 @@ def _is_thin(L) -> bool:
 
 
 def _largest_eigenpairs(
-    operator: _Krylov, project: Callable, n: int, k: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """The k largest eigenpairs by a block Krylov method with restarts; None if they take too many steps.
+    operator: Callable[[Tensor], Tensor], project: Callable[[Tensor], Tensor], n: int, k: int, steps: int
+) -> tuple[bool, Tensor, Tensor]:
+    """The k largest eigenpairs by a block Krylov method with restarts, and whether they converged in so many steps.
 
     A block is wider than k, so it meets every copy of a repeated eigenvalue, which a single vector would miss.
+    The values are those of the whole last subspace, the vectors those of a block.
     """
     from tqdm import tqdm
 
     width = k + 2
-    most = min(8 * width, n - 1)
-    random = np.random.default_rng(0)
-    block = np.linalg.qr(project(random.standard_normal((n, width))))[0]
-    basis, image = np.empty((n, 0)), np.empty((n, 0))
+    most = min(10 * width, n - 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def noise() -> Tensor:
+        return torch.randn(n, width, generator=generator, dtype=torch.float64)
+
+    block = torch.linalg.qr(project(noise()))[0]
+    basis, image = block[:, :0], block[:, :0]
     with tqdm(desc="laplacian_eigenvectors", unit=" steps", delay=5, leave=False, disable=None) as bar:
-        for _ in range(operator.steps):
+        for _ in range(steps):
             bar.update()
-            basis, image = np.hstack([basis, block]), np.hstack([image, operator.apply(block)])
+            basis, image = torch.cat([basis, block], 1), torch.cat([image, operator(block)], 1)
             small = basis.T @ image
-            values, rotation = np.linalg.eigh((small + small.T) / 2)
-            values, rotation = values[::-1], rotation[:, ::-1]
-            keep = rotation[:, :width]
-            residual = image @ keep - (basis @ keep) * values[:width]
-            error = np.linalg.norm(residual[:, :k], axis=0)
-            if np.all(error <= 1e-10 * values[:k] + 1e-14 * values[0]):
-                return values[:k].copy(), basis @ keep[:, :k]
-            if basis.shape[1] + width > most:
-                basis, image = basis @ keep, image @ keep
+            values, rotation = torch.linalg.eigh((small + small.T) / 2)
+            values, rotation = values.flip(0), rotation.flip(1)
+            ritz, ritz_image = basis @ rotation[:, :width], image @ rotation[:, :width]
+            residual = ritz_image - ritz * values[:width]
+            error = residual.norm(dim=0)
+            if (error[:k] <= 1e-10 * values[:k] + 1e-14 * values[0]).all():
+                return True, values, ritz
+            if basis.size(1) + width > most:
+                keep = min(basis.size(1), 4 * width)
+                basis, image = basis @ rotation[:, :keep], image @ rotation[:, :keep]
             # A vector that is exact already leads nowhere: a random one takes its place.
-            size = np.linalg.norm(residual, axis=0)
-            block = np.where(size > 1e-14 * values[0], residual, random.standard_normal(residual.shape))
+            block = torch.where(error > 1e-14 * values[0], residual, noise())
             for _ in range(2):  # once leaves rounding errors of what was taken away
-                block = np.linalg.qr(project(block - basis @ (basis.T @ block)))[0]
-    return None
+                block = torch.linalg.qr(project(block - basis @ (basis.T @ block)))[0]
+    return False, values[: 4 * width], ritz
 
 
 def _unless_full(x):

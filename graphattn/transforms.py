@@ -149,8 +149,9 @@ def _structure(data: Data) -> tuple[Graph, Tensor | None]:
     weight = data.get("edge_weight")
     if weight is None and data.edge_index is None:  # an adjacency stores its weights
         adjacency: Any = data.get("adj_t")
-        weight = adjacency.storage.value() if hasattr(adjacency, "storage") else None
-        if isinstance(adjacency, Tensor):
+        if not isinstance(adjacency, Tensor):
+            weight = adjacency.storage.value()
+        else:
             weight = adjacency._values() if adjacency.layout == torch.sparse_coo else adjacency.values()
     if weight is None or (weight.dim() > 1 and weight.size(1) != 1):
         return graph, None

@@ -69,6 +69,9 @@ class ConvolutionalAttention(torch.nn.Module):
         padding_mode: str = "zeros",
     ) -> None:
         super().__init__()
+        for name, sizes in (("kernel_size", kernel_size), ("dilation", dilation)):
+            if min(sizes if isinstance(sizes, (tuple, list)) else (sizes,)) < 1:
+                raise ValueError(f"`{name}` must be positive, got {sizes}.")
         # The convolution checks the arguments and reads "same"; on the meta device it holds no numbers.
         form = torch.nn.Conv2d(
             in_channels,
@@ -85,10 +88,6 @@ class ConvolutionalAttention(torch.nn.Module):
         heads = height * width if heads is None else heads
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"`heads` must be a positive int, got {heads!r}.")
-        if min(height, width, *form.dilation) < 1:
-            raise ValueError(
-                f"`kernel_size` and `dilation` must be positive, got {kernel_size} and {dilation}."
-            )
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.dilation, self.padding_mode = form.kernel_size, form.dilation, padding_mode
         self._padding = form._reversed_padding_repeated_twice
