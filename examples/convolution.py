@@ -113,7 +113,9 @@ def new_model(name: str, size: int) -> torch.nn.Module:
     return PatchTransformer(size, radius=None if name == "ViT" else 1)
 
 
-def accuracy(name: str, images: Tensor, labels: Tensor, number: int, tests: int, steps: int, seed: int) -> float:
+def accuracy(
+    name: str, images: Tensor, labels: Tensor, number: int, tests: int, steps: int, seed: int
+) -> float:
     """Train on the first images, in batches of 32; the share of right answers on the last."""
     torch.manual_seed(seed)
     model = new_model(name, images.size(-1))
@@ -141,7 +143,9 @@ def equality(images: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         return images[0, 0], conv(images[:1])[0, 0], layer(images[:1])[0, 0]
 
 
-def draw(path: Path, shown: tuple[Tensor, Tensor, Tensor], scores: dict[str, list[float]], numbers: Sequence[int]):
+def draw(
+    path: Path, shown: tuple[Tensor, Tensor, Tensor], scores: dict[str, list[float]], numbers: Sequence[int]
+):
     figure = Figure(figsize=(13, 4), layout="constrained")
     *panels, curve = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.6))
     for ax, image, title in zip(panels, shown, ("image", "convolution", "attention on a grid graph")):
@@ -156,8 +160,12 @@ def draw(path: Path, shown: tuple[Tensor, Tensor, Tensor], scores: dict[str, lis
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
-    parser = argparse.ArgumentParser(prog="python -m examples.convolution", description=__doc__.splitlines()[0])
-    parser.add_argument("--mnist", type=Path, help="folder with train-images-idx3-ubyte, train-labels-idx1-ubyte")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.convolution", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--mnist", type=Path, help="folder with train-images-idx3-ubyte, train-labels-idx1-ubyte"
+    )
     parser.add_argument("--images", type=int, nargs="+", default=[30, 100, 300, 1000], help="training images")
     parser.add_argument("--steps", type=int, default=250, help="training steps, batches of 32 images")
     parser.add_argument("--tests", type=int, default=700, help="test images")

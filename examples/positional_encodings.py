@@ -60,7 +60,10 @@ class Reader(torch.nn.Module):
         self.qkv = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
         self.mlp = torch.nn.ModuleList(
             torch.nn.Sequential(
-                torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 64), torch.nn.GELU(), torch.nn.Linear(64, WIDTH)
+                torch.nn.LayerNorm(WIDTH),
+                torch.nn.Linear(WIDTH, 64),
+                torch.nn.GELU(),
+                torch.nn.Linear(64, WIDTH),
             )
             for _ in range(2)
         )
@@ -135,7 +138,9 @@ def draw(path: Path, scores: dict[str, float]) -> None:
         ax.set_title(title, fontsize=10)
         figure.colorbar(image, ax=ax)
 
-    G = nx.convert_node_labels_to_integers(nx.random_geometric_graph(120, 0.16, seed=3), label_attribute="was")
+    G = nx.convert_node_labels_to_integers(
+        nx.random_geometric_graph(120, 0.16, seed=3), label_attribute="was"
+    )
     G = nx.convert_node_labels_to_integers(G.subgraph(max(nx.connected_components(G), key=len)))
     place = nx.get_node_attributes(G, "pos")
     colours = laplacian_eigenvectors(SparseGraph.from_networkx(G), 2)
@@ -162,7 +167,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )
     parser.add_argument("--steps", type=int, default=500, help="training steps for each encoding")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out", "positional_encodings.png"), help="the figure")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out", "positional_encodings.png"), help="the figure"
+    )
     args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
@@ -171,7 +178,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     without, added = permutation_differences(args.seed)
     print(f"attend(permuted x) - permuted attend(x):            at most {without:.1e}")
     print(f"the same with sinusoidal positions added to x:      at most {added:.1e}")
-    print(f"\nwhich came first, A or B? {LENGTH} nodes, complete graph, {args.steps} steps; a guess is right in 50 %")
+    print(
+        f"\nwhich came first, A or B? {LENGTH} nodes, complete graph, {args.steps} steps; a guess is right in 50 %"
+    )
     scores = {}
     for encoding in ENCODINGS:
         scores[encoding] = accuracy(encoding, args.steps, args.seed)

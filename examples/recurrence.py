@@ -80,7 +80,7 @@ def train(name: str, length: int, radius: int, steps: int, seed: int) -> tuple[T
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
     for _ in tqdm(range(steps), desc=name, leave=False, disable=None):
-        key, value, answer, _ = pairs(128, length, keys, values)
+        key, value, answer, _ = pairs(64, length, keys, values)
         loss = F.cross_entropy(model(key, value)[:, -1], answer)
         optimizer.zero_grad()
         loss.backward()
@@ -111,7 +111,9 @@ def seconds(lengths: Sequence[int], radius: int, rounds: int) -> dict[str, list[
     return result
 
 
-def draw(path: Path, recall: dict[str, Tensor], lengths: Sequence[int], times: dict[str, list[float]], radius: int):
+def draw(
+    path: Path, recall: dict[str, Tensor], lengths: Sequence[int], times: dict[str, list[float]], radius: int
+):
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     accuracy, cost = figure.subplots(1, 2)
     for name, marker in zip(MODELS, "os^"):
@@ -121,7 +123,10 @@ def draw(path: Path, recall: dict[str, Tensor], lengths: Sequence[int], times: d
     accuracy.axhline(1 / 8, color="k", linestyle=":", label="guessing")
     accuracy.axvline(radius + 0.5, color="0.7", linestyle="--", label="end of the window")
     accuracy.set(
-        title="associative recall", xlabel="pairs between answer and question", ylabel="accuracy", ylim=(0, 1.05)
+        title="associative recall",
+        xlabel="pairs between answer and question",
+        ylabel="accuracy",
+        ylim=(0, 1.05),
     )
     cost.set(title="forward pass, one sequence", xlabel="length", ylabel="ms", xscale="log", yscale="log")
     accuracy.legend(loc="center right")
@@ -130,10 +135,12 @@ def draw(path: Path, recall: dict[str, Tensor], lengths: Sequence[int], times: d
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
-    parser = argparse.ArgumentParser(prog="python -m examples.recurrence", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.recurrence", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--length", type=int, default=32, help="pairs in a sequence")
     parser.add_argument("--radius", type=int, default=8, help="pairs that the window reaches back")
-    parser.add_argument("--steps", type=int, default=800, help="training steps of each model")
+    parser.add_argument("--steps", type=int, default=600, help="training steps of each model")
     parser.add_argument("--longest", type=int, default=4096, help="longest sequence that is timed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out", "recurrence.png"), help="the figure")

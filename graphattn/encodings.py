@@ -7,7 +7,7 @@ concatenate it, or pass it as a bias.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 _DENSE = 256  # nodes up to which a full eigendecomposition is the fastest
-_BLOCK = 2**22  # entries of the slab of a matrix power that is held at once
+_BLOCK = 2**22  # entries of a matrix power that are held at once
 
 
 def sinusoidal(
@@ -214,24 +214,23 @@ def random_walk(
     A, dtype = _adjacency(graph, edge_weight)
     num_nodes = A.shape[0]
     outgoing = A.sum(axis=1)
-    P = diags_array(np.divide(1.0, outgoing, out=np.zeros_like(outgoing), where=outgoing > 0)) @ A
+    P: Any = diags_array(np.divide(1.0, outgoing, out=np.zeros_like(outgoing), where=outgoing > 0)) @ A
     P, backwards = P.tocsr(), P.T.tocsr()
-    identity = eye_array(num_nodes, format="csr")
+    identity: Any = eye_array(num_nodes, format="csc")
 
     out = np.zeros((num_nodes, steps))
-    slab = max(1, _BLOCK // max(num_nodes, 1))
-    starts = range(0, num_nodes, slab)
-    for start in tqdm(starts, desc="random_walk", delay=5, leave=False, disable=None):
-        rows = slice(start, start + slab)
-        # Both hold a column for each node of the slab: P^s read by rows, and P^t by columns.
-        there = back = identity[:, rows]
-        for step in range(steps):
-            if step % 2 == 0:
-                there = _unless_full(backwards @ there)
+    smallest = max(1, _BLOCK // max(num_nodes, 1))
+    slabs = [(0, num_nodes)]
+    with tqdm(total=num_nodes, desc="random_walk", delay=5, leave=False, disable=None) as bar:
+        while slabs:
+            start, end = slabs.pop()
+            diagonals = _returns(P, backwards, identity[:, start:end].tocsr(), steps, end - start > smallest)
+            if diagonals is None:
+                middle = (start + end) // 2
+                slabs += [(middle, end), (start, middle)]
             else:
-                back = _unless_full(P @ back)
-            both = there * back if isinstance(there, np.ndarray) else there.multiply(back)
-            out[rows, step] = np.asarray(both.sum(axis=0)).reshape(-1)
+                out[start:end] = diagonals
+                bar.update(end - start)
     return torch.from_numpy(out.clip(0.0, 1.0)).to(graph.device, dtype)
 
 
@@ -355,7 +354,9 @@ def _smallest_eigenpairs(L, null: np.ndarray, largest: float, k: int) -> tuple[l
     constant = torch.from_numpy(null / np.linalg.norm(null)).unsqueeze(1)
     if n <= _DENSE or 4 * k > n:
         # The null vector is moved above all other eigenvalues: however small those are, none is mistaken.
-        values, vectors = torch.linalg.eigh(torch.from_numpy(L.toarray()) + 2 * largest * constant @ constant.T)
+        values, vectors = torch.linalg.eigh(
+            torch.from_numpy(L.toarray()) + 2 * largest * constant @ constant.T
+        )
         return values[:k].tolist(), vectors[:, :k].numpy()
 
     def project(x: Tensor) -> Tensor:
@@ -469,14 +470,28 @@ def _largest_eigenpairs(
     return False, values[: 4 * width], ritz
 
 
-def _unless_full(x):
-    """A sparse slab while that is smaller than a full one."""
-    if isinstance(x, np.ndarray) or 8 * x.nnz < math.prod(x.shape):
-        return x
-    return x.toarray()
+def _returns(P: Any, backwards: Any, start: Any, steps: int, may_split: bool) -> np.ndarray | None:
+    """Diagonals of the powers of P for the nodes of a slab; None if its columns fill up and it may be split."""
+    diagonals = np.zeros((start.shape[1], steps))
+    there = back = start  # a column for each node of the slab: its row of P^s, and its column of P^t
+    for step in range(steps):
+        if step % 2 == 0:
+            there = backwards @ there
+        else:
+            back = P @ back
+        for x in (there, back):
+            if may_split and not isinstance(x, np.ndarray) and x.nnz > _BLOCK:
+                return None
+        there, back = (
+            x if isinstance(x, np.ndarray) or 8 * x.nnz < math.prod(x.shape) else x.toarray()
+            for x in (there, back)
+        )
+        both = there * back if isinstance(there, np.ndarray) else there.multiply(back)
+        diagonals[:, step] = np.asarray(both.sum(axis=0)).reshape(-1)
+    return diagonals
 
 
-def _adjacency(graph: Graph, edge_weight: Tensor | None):
+def _adjacency(graph: Graph, edge_weight: Tensor | None) -> tuple[Any, torch.dtype]:
     """Float64 CSR adjacency, A[source, target], parallel edges summed, and the dtype of an encoding."""
     from scipy.sparse import coo_array
 

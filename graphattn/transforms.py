@@ -175,7 +175,8 @@ def _attach(data: Data, encode: Callable[[Data], Tensor], attr_name: str | None)
         if x.dim() not in (1, 2):
             raise ValueError(f"`data.x` must have shape [nodes, channels], got {list(x.shape)}.")
     if isinstance(data, Batch):
-        encoding = torch.cat([encode(one) for one in data.to_data_list()])
+        graphs: Any = data.to_data_list()
+        encoding = torch.cat([encode(one) for one in graphs])
     else:
         encoding = encode(data)
     if attr_name is not None:

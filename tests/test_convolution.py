@@ -19,6 +19,8 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
 CONVOLUTIONS = {
     "1x1": {"kernel_size": 1},
     "3x3": {"kernel_size": 3},

@@ -58,7 +58,12 @@ class TestLearnedEncoding:
             encoding(torch.zeros(3, dtype=torch.int64))
         with pytest.raises(ValueError, match="positions"):
             encoding(torch.zeros(3, 2, 1, dtype=torch.int64))
-        for arguments, error in [((0, 2), ValueError), ((2, 0), ValueError), ((2.0, 2), TypeError), (((), 2), ValueError)]:
+        for arguments, error in [
+            ((0, 2), ValueError),
+            ((2, 0), ValueError),
+            ((2.0, 2), TypeError),
+            (((), 2), ValueError),
+        ]:
             with pytest.raises(error, match="must"):
                 LearnedEncoding(*arguments)
 
@@ -79,7 +84,9 @@ class TestContinuousEncoding:
         positions = torch.tensor([3.0, 0.0, -2.5, 17.0, 3.0], dtype=dtype)  # unsorted, repeated, negative
         out = encoding(positions)
         start = encoding.initial[0].double()
-        exact = torch.stack([torch.linalg.matrix_exp(0.1 * p * A.double()) @ start for p in positions.double()])
+        exact = torch.stack(
+            [torch.linalg.matrix_exp(0.1 * p * A.double()) @ start for p in positions.double()]
+        )
         tolerance = 1e-7 if dtype == torch.float64 else 2e-4
         torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
         assert out.dtype == dtype
@@ -172,7 +179,8 @@ class TestRotaryEncoding:
         query, key = torch.randn(30, 2, 8, dtype=dtype), torch.randn(30, 2, 8, dtype=dtype)
         p = torch.arange(30)
         scores = [
-            torch.einsum("ihd,jhd->hij", rotary(query, p + shift), rotary(key, p + shift)) for shift in (0, 1000)
+            torch.einsum("ihd,jhd->hij", rotary(query, p + shift), rotary(key, p + shift))
+            for shift in (0, 1000)
         ]
         torch.testing.assert_close(*scores, atol=2e-5 if dtype == torch.float32 else 1e-11, rtol=0)
 

@@ -110,7 +110,9 @@ def test_forms_of_adjacency(form):
     adjacency = torch.sparse_coo_tensor(edge_index.flip(0), weight, (3, 3))
     given = {
         "edge_index": data,
-        "EdgeIndex": Data(edge_index=EdgeIndex(edge_index, sparse_size=(3, 3)), edge_weight=weight, num_nodes=3),
+        "EdgeIndex": Data(
+            edge_index=EdgeIndex(edge_index, sparse_size=(3, 3)), edge_weight=weight, num_nodes=3
+        ),
         "SparseTensor or csr": ToSparseTensor(attr="edge_weight")(data),
         "coo": Data(adj_t=adjacency, num_nodes=3),
         "csc": Data(adj_t=adjacency.to_sparse_csc(), num_nodes=3),
@@ -160,7 +162,9 @@ def test_random_sign():
 def test_compose_repr_and_functional_name():
     both = Compose([AddRandomWalkPE(3), AddSinusoidalPE(2), AddLaplacianEigenvectorPE(1)])
     data = both(ring(5))
-    assert data.random_walk_pe.size(1) + data.sinusoidal_pe.size(1) + data.laplacian_eigenvector_pe.size(1) == 6
+    assert (
+        data.random_walk_pe.size(1) + data.sinusoidal_pe.size(1) + data.laplacian_eigenvector_pe.size(1) == 6
+    )
     assert [repr(t) for t in both.transforms] == [
         "AddRandomWalkPE(walk_length=3)",
         "AddSinusoidalPE(dim=2)",

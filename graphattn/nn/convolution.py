@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ class ConvolutionalAttention(torch.nn.Module):
         padding_mode: str = "zeros",
     ) -> None:
         super().__init__()
+        sizes: Any
         for name, sizes in (("kernel_size", kernel_size), ("dilation", dilation)):
             if min(sizes if isinstance(sizes, (tuple, list)) else (sizes,)) < 1:
                 raise ValueError(f"`{name}` must be positive, got {sizes}.")
@@ -81,7 +82,7 @@ class ConvolutionalAttention(torch.nn.Module):
             dilation=dilation,  # pyright: ignore[reportArgumentType]
             groups=groups,
             bias=bias,
-            padding_mode=padding_mode,
+            padding_mode=padding_mode,  # pyright: ignore[reportArgumentType]
             device="meta",
         )
         height, width = form.kernel_size
@@ -201,7 +202,7 @@ class ConvolutionalAttention(torch.nn.Module):
         value = images.flatten(2).transpose(1, 2).unsqueeze(2)
         query = value.new_zeros(batch, value.size(1), heads, 1)
         key = value.new_zeros(batch, value.size(1), 1, 1)
-        out = graph_attention(query, key, value, graph, bias=scores.unsqueeze(0))
+        out: Any = graph_attention(query, key, value, graph, bias=scores.unsqueeze(0))
         return out.view(batch, *shape, heads, channels)
 
     def _taps(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class LearnedEncoding(torch.nn.Module):
 
     def __init__(self, num_positions: int | Sequence[int], dim: int) -> None:
         super().__init__()
-        sizes = num_positions if isinstance(num_positions, (tuple, list)) else (num_positions,)
+        sizes: Any = num_positions if isinstance(num_positions, (tuple, list)) else (num_positions,)
         self.sizes = tuple(_positive("num_positions", n) for n in sizes)
         if not self.sizes:
             raise ValueError("`num_positions` must have at least one axis, got none.")
@@ -116,7 +116,7 @@ class ContinuousEncoding(torch.nn.Module):
     def __init__(self, dim: int, *, num_layers: int = 1, hidden_dim: int | None = None) -> None:
         super().__init__()
         try:
-            import torchdiffeq
+            import torchdiffeq  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
                 "ContinuousEncoding needs torchdiffeq. Install it with `pip install 'graphattn[ode]'`."
@@ -132,9 +132,11 @@ class ContinuousEncoding(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         torch.nn.init.normal_(self.initial, std=0.5)
-        for linear in (self.dynamics[0], self.dynamics[2]):
-            torch.nn.init.xavier_uniform_(linear.weight)
-            torch.nn.init.zeros_(linear.bias)
+        for parameter in self.dynamics.parameters():
+            if parameter.dim() == 2:
+                torch.nn.init.xavier_uniform_(parameter)
+            else:
+                torch.nn.init.zeros_(parameter)
 
     def forward(
         self, positions: Int[Tensor, "nodes 1"] | Float[Tensor, "nodes 1"], layer: int = 0
