@@ -51,7 +51,7 @@ def read_idx(folder: Path, part: str) -> np.ndarray:
 
 
 class ConvNet(torch.nn.Module):
-    """Two convolutions, and the mean over the image."""
+    """Three convolutions down to 4 × 4 cells, and a linear map of these."""
 
     def __init__(self, size: int, width: int = 32):
         super().__init__()
@@ -64,10 +64,10 @@ class ConvNet(torch.nn.Module):
             torch.nn.Conv2d(width, 2 * width, 3, 2, padding=1),
             torch.nn.ReLU(),
         )
-        self.head = torch.nn.Linear(2 * width, 10)
+        self.head = torch.nn.Linear(2 * width * 4 * 4, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.body(images).mean(dim=(2, 3)))
+        return self.head(self.body(images).flatten(1))
 
 
 class PatchTransformer(torch.nn.Module):
@@ -75,12 +75,13 @@ class PatchTransformer(torch.nn.Module):
 
     def __init__(self, size: int, radius: int | None, width: int = 64, heads: int = 4, depth: int = 2):
         super().__init__()
-        patch = 1 if size < 16 else 4
+        patch = 2 if size < 16 else 4
         self.heads = heads
         cells = (size // patch, size // patch)
         self.graph: Graph = CompleteGraph(cells[0] * cells[1]) if radius is None else GridGraph(cells, radius)
         self.patches = torch.nn.Conv2d(1, width, patch, patch)
         self.position = LearnedEncoding(cells, width)
+        torch.nn.init.normal_(self.position.weight, std=0.5)  # as large as the patches
         self.register_buffer("positions", GridGraph(cells, 0).positions())
         # A window is the same around every patch, as a convolution is: it comes with relative positions.
         self.bias = torch.nn.ModuleList(
@@ -119,8 +120,8 @@ def accuracy(
     """Train on the first images, in batches of 32; the share of right answers on the last."""
     torch.manual_seed(seed)
     model = new_model(name, images.size(-1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     for _ in tqdm(range(steps), desc=f"{name}, {number} images", leave=False, disable=None):
         batch = torch.randint(number, (32,))
         loss = F.cross_entropy(model(images[batch]), labels[batch])
@@ -149,7 +150,7 @@ def draw(
     figure = Figure(figsize=(13, 4), layout="constrained")
     *panels, curve = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.6))
     for ax, image, title in zip(panels, shown, ("image", "convolution", "attention on a grid graph")):
-        ax.imshow(image, cmap="gray")
+        ax.imshow(image.numpy(), cmap="gray")
         ax.set_title(title)
         ax.axis("off")
     for name, marker in zip(MODELS, "os^"):

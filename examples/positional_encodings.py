@@ -3,8 +3,10 @@
     python -m examples.positional_encodings
 
 First, numbers: permuted nodes give permuted outputs, unless positions are part of the features. Then a task that
-needs order, with and without each encoding: say which of the symbols A and B of a random sequence came first. The
-figure shows the encodings as heat maps, and Laplacian eigenvectors as colours of the nodes of a graph.
+needs order, with and without each encoding: say which of the symbols A and B of a random sequence came first.
+Random walks and ALiBi's distances do not help here: they tell places apart, but are the same for a sequence that
+is read backwards. The figure shows the encodings as heat maps, and Laplacian eigenvectors as colours of the nodes
+of a graph.
 """
 
 from __future__ import annotations
@@ -134,7 +136,7 @@ def draw(path: Path, scores: dict[str, float]) -> None:
         "random walks on a 6 × 6 grid, cell × steps": random_walk(GridGraph((6, 6), 1), 12),
     }
     for ax, (title, values) in zip(axes.flat, maps.items()):
-        image = ax.imshow(values, aspect="auto", interpolation="nearest")
+        image = ax.imshow(values.numpy(), aspect="auto", interpolation="nearest")
         ax.set_title(title, fontsize=10)
         figure.colorbar(image, ax=ax)
 

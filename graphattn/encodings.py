@@ -217,6 +217,8 @@ def random_walk(
     P: Any = diags_array(np.divide(1.0, outgoing, out=np.zeros_like(outgoing), where=outgoing > 0)) @ A
     P, backwards = P.tocsr(), P.T.tocsr()
     identity: Any = eye_array(num_nodes, format="csc")
+    if num_nodes <= _DENSE:
+        P, backwards = P.toarray(), backwards.toarray()
 
     out = np.zeros((num_nodes, steps))
     smallest = max(1, _BLOCK // max(num_nodes, 1))

@@ -209,7 +209,7 @@ def test_the_recall_task_is_what_it_says():
 def test_convolution(tmp_path, capsys):
     figure = tmp_path / "convolution.png"
     scores = convolution.main(
-        ["--images", "20", "60", "--steps", "30", "--tests", "100", "--out", str(figure)]
+        ["--images", "10", "100", "--steps", "50", "--tests", "100", "--out", str(figure)]
     )
     assert list(scores) == ["CNN", "ViT", "ViT on windows"]
     assert all(len(row) == 2 and row[1] > 0.15 for row in scores.values())  # a tenth by guessing

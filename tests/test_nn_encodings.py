@@ -318,3 +318,17 @@ class TestRelativeBias:
             RelativeBias(3, 2)
         with pytest.raises(ValueError, match="heads"):
             RelativeBias(WindowGraph(3, 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (LearnedEncoding((3, 4), 8), (GridGraph((3, 4), 1).positions(),)),
+        (RotaryEncoding(8), (torch.randn(12, 2, 8), GridGraph((3, 4), 1).positions())),
+        (RelativeBias(WindowGraph(9, 2), 3), ()),
+    ],
+    ids=["learned", "rotary", "relative bias"],
+)
+def test_compiles(module, inputs):
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs), module(*inputs))
