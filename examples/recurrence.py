@@ -138,9 +138,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
     parser = argparse.ArgumentParser(
         prog="python -m examples.recurrence", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--length", type=int, default=32, help="pairs in a sequence")
+    parser.add_argument("--length", type=int, default=24, help="pairs in a sequence")
     parser.add_argument("--radius", type=int, default=8, help="pairs that the window reaches back")
-    parser.add_argument("--steps", type=int, default=600, help="training steps of each model")
+    parser.add_argument("--steps", type=int, default=500, help="training steps of each model")
     parser.add_argument("--longest", type=int, default=4096, help="longest sequence that is timed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out", "recurrence.png"), help="the figure")

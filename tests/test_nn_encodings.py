@@ -121,9 +121,9 @@ class TestContinuousEncoding:
         angle = torch.arange(64) * (2 * math.pi / 16)
         wave = torch.stack([angle.cos(), angle.sin()], dim=1)
         parameters = [*encoding.parameters(), *readout.parameters()]
-        optimizer = torch.optim.Adam(parameters, lr=0.02)
-        for step in range(250):
-            length = min(32, 8 + step // 4)  # a long path is fitted from its start on
+        optimizer = torch.optim.Adam(parameters, lr=0.03)
+        for step in range(150):
+            length = min(32, 8 + step // 3)  # a long path is fitted from its start on
             loss = (readout(encoding(torch.arange(length))) - wave[:length]).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -133,7 +133,7 @@ class TestContinuousEncoding:
             error = (readout(encoding(torch.arange(64))) - wave).square().mean(1)
         # Guessing 0 has an error of 0.5; a table of learned vectors has nothing to say beyond 32.
         assert error[:32].mean() < 0.02
-        assert error[32:].mean() < 0.1
+        assert error[32:].mean() < 0.05
 
     def test_bad_input(self):
         encoding = ContinuousEncoding(4)
