@@ -1,6 +1,6 @@
 """graphattn: attention restricted to the edges of a graph."""
 
-from graphattn import nn
+from graphattn import encodings, nn, transforms
 from graphattn.attention import attention_weights, graph_attention
 from graphattn.graph import (
     CompleteGraph,
@@ -24,9 +24,11 @@ __all__ = [
     "accelerate",
     "as_graph",
     "attention_weights",
+    "encodings",
     "expander_graph",
     "global_graph",
     "graph_attention",
     "nn",
+    "transforms",
     "union",
 ]

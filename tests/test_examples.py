@@ -9,7 +9,13 @@ import torch
 from matplotlib import image
 
 import datasets
-from examples import node_classification, structured_attention
+from examples import (
+    convolution,
+    node_classification,
+    positional_encodings,
+    recurrence,
+    structured_attention,
+)
 
 
 def test_digits_by_default(tmp_path, capsys):
@@ -194,3 +200,109 @@ def test_help_of_the_five_graphs(capsys):
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert all(option in printed for option in ("--steps", "--image", "--seed", "--out"))
+
+
+def assert_drawn(path):
+    pixels = image.imread(path)
+    assert pixels.shape[0] > 400 and pixels.shape[1] > 1000 and pixels.std() > 0.1
+
+
+def test_positional_encodings(tmp_path, capsys):
+    figure = tmp_path / "new" / "encodings.png"
+    scores = positional_encodings.main(["--steps", "3", "--out", str(figure)])
+    assert set(scores) == {
+        "none",
+        "sinusoidal",
+        "Laplacian",
+        "random walk",
+        "learned",
+        "rotary",
+        "relative bias",
+        "ALiBi",
+    }
+    assert_drawn(figure)
+    printed = capsys.readouterr().out
+    assert all(f"{100 * score:5.1f} %" in printed for score in scores.values())
+    without, added = positional_encodings.permutation_differences(seed=0)
+    assert without < 1e-5 and added > 0.05
+    assert f"{without:.1e}" in printed and f"{added:.1e}" in printed
+
+
+def test_the_order_task_is_what_it_says():
+    tokens, answer = positional_encodings.sequences(200)
+    for row, first in zip(tokens.tolist(), answer.tolist()):
+        assert row.count(0) == row.count(1) == 1
+        assert (row.index(0) < row.index(1)) == bool(first)
+    # Without positions no training can help: the answers for a sequence and its reverse are the same.
+    model = positional_encodings.Reader("none")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), model(tokens.flip(1)), atol=1e-4, rtol=0)
+        seeing = positional_encodings.Reader("sinusoidal")
+        assert (seeing(tokens) - seeing(tokens.flip(1))).abs().max() > 1e-3
+
+
+def test_recurrence(tmp_path, capsys):
+    figure = tmp_path / "recurrence.png"
+    arguments = ["--length", "6", "--radius", "2", "--steps", "150", "--longest", "256", "--out", str(figure)]
+    recall = recurrence.main(arguments)
+    assert recall["causal attention"].shape == (5,)
+    assert recall["causal attention"].mean() > 0.9
+    assert recall["window attention"][:2].mean() > 0.9
+    assert recall["window attention"][2:].mean() < 0.3  # an eighth by guessing
+    assert_drawn(figure)
+    assert "forward pass, ms" in capsys.readouterr().out
+
+
+def test_the_recall_task_is_what_it_says():
+    key, value, answer, ago = recurrence.pairs(100, 7, 14, 8)
+    for k, v, a, d in zip(key.tolist(), value.tolist(), answer.tolist(), ago.tolist()):
+        assert v[-1] == 8 and 1 <= d <= 6
+        assert [v[i] for i in range(6) if k[i] == k[-1]] == [a] and k.index(k[-1]) == 6 - d
+
+
+def test_convolution(tmp_path, capsys):
+    figure = tmp_path / "convolution.png"
+    scores = convolution.main(
+        ["--images", "10", "100", "--steps", "50", "--tests", "100", "--out", str(figure)]
+    )
+    assert list(scores) == ["CNN", "ViT", "ViT on windows"]
+    assert all(len(row) == 2 and row[1] > 0.15 for row in scores.values())  # a tenth by guessing
+    assert_drawn(figure)
+    assert "differ by at most" in capsys.readouterr().out
+    picture, exact, ours = convolution.equality(torch.rand(1, 1, 28, 28), seed=0)
+    torch.testing.assert_close(ours, exact, atol=1e-5, rtol=0)
+    assert picture.shape == exact.shape == (28, 28)
+
+
+def test_convolution_reads_mnist_files(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (40, 28, 28), dtype=np.uint8)
+    labels = np.arange(40, dtype=np.uint8) % 10
+    for part, array in (("images-idx3", images), ("labels-idx1", labels)):
+        header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+        (tmp_path / f"train-{part}-ubyte").write_bytes(header + array.tobytes())
+    read, of = convolution.load(tmp_path)
+    assert read.shape == (40, 1, 28, 28) and of.bincount().tolist() == [4] * 10
+    first = int(np.flatnonzero((images == (read[0, 0] * 255).round().byte().numpy()).all((1, 2)))[0])
+    assert labels[first] == of[0]
+    model = convolution.new_model("ViT on windows", 28)
+    assert model(read[:2]).shape == (2, 10) and convolution.new_model("CNN", 28)(read[:2]).shape == (2, 10)
+
+
+@pytest.mark.parametrize("example", [positional_encodings, recurrence, convolution])
+def test_arguments_of_the_small_examples(example, tmp_path, capsys):
+    for wrong in (["--steps", "0"], ["--out", str(tmp_path / "figure.unknown")]):
+        with pytest.raises(SystemExit) as stopped:
+            example.main(wrong)
+        assert stopped.value.code == 2 and wrong[0] in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        example.main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(option in printed for option in ("--seed", "--out", "--steps"))
+
+
+def test_missing_mnist_ends_with_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        convolution.main(["--mnist", str(tmp_path)])
+    assert stopped.value.code == 1
+    assert "train-images-idx3-ubyte" in capsys.readouterr().err

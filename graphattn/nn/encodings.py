@@ -1,0 +1,327 @@
+"""Positional encodings with parameters, and those that turn queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graphattn.encodings import checked_positions, relative_positions
+from graphattn.graph import Graph
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+class LearnedEncoding(torch.nn.Module):
+    """A trained vector for every position, as in BERT and ViT.
+
+    It knows no position beyond those of its table; `ContinuousEncoding` does.
+
+    Args:
+        num_positions: number of positions, or for a grid the number along each axis.
+        dim: number of features.
+
+    Raises:
+        ValueError: a size is not positive.
+        TypeError: a size is not an int.
+
+    Example:
+        >>> from graphattn import GridGraph
+        >>> LearnedEncoding((4, 6), dim=8)(GridGraph((4, 6), 1).positions()).shape
+        torch.Size([24, 8])
+
+    Gehring et al., `Convolutional Sequence to Sequence Learning <https://arxiv.org/abs/1705.03122>`_, 2017.
+    """
+
+    def __init__(self, num_positions: int | Sequence[int], dim: int) -> None:
+        super().__init__()
+        sizes: Any = num_positions if isinstance(num_positions, (tuple, list)) else (num_positions,)
+        self.sizes = tuple(_positive("num_positions", n) for n in sizes)
+        if not self.sizes:
+            raise ValueError("`num_positions` must have at least one axis, got none.")
+        rows = 1
+        for n in self.sizes:
+            rows *= n
+        self.weight = torch.nn.Parameter(torch.empty(rows, _positive("dim", dim)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, positions: Int[Tensor, "nodes axes"]) -> Float[Tensor, "nodes dim"]:
+        """The vectors of integer positions ``[nodes]`` or ``[nodes, axes]``, as ``[nodes, dim]``.
+
+        Raises:
+            ValueError: positions have another shape, or another number of axes than the table.
+            TypeError: positions are not integers.
+            IndexError: a position is outside ``[0, num_positions)``.
+        """
+        positions, _ = checked_positions(positions)
+        if positions.is_floating_point():
+            raise TypeError(f"`positions` must be integers to look up, got {positions.dtype}.")
+        if positions.size(1) != len(self.sizes):
+            raise ValueError(
+                f"`positions` must have shape [nodes, {len(self.sizes)}] for {self},"
+                f" got {list(positions.shape)}."
+            )
+        row = torch.zeros_like(positions[:, 0], dtype=torch.int64)
+        for n, along in zip(self.sizes, positions.long().unbind(1)):
+            if not torch.compiler.is_compiling() and along.numel():
+                low, high = torch.stack(along.aminmax()).tolist()
+                if low < 0 or high >= n:
+                    raise IndexError(
+                        f"`positions` must lie in the interval [0, {n}), got {low if low < 0 else high}."
+                        " Raise `num_positions`, or use an encoding that extrapolates."
+                    )
+            row = row * n + along
+        return self.weight[row]
+
+    def extra_repr(self) -> str:
+        return f"num_positions={self.sizes}, dim={self.weight.size(1)}"
+
+
+class ContinuousEncoding(torch.nn.Module):
+    """Positions as the path of a learned dynamical system: FLOATER.
+
+    .. math:: e(t) = e(0) + \\int_0^t h_θ(e(τ)) \\, dτ, \\qquad t = 0.1 \\cdot position
+
+    h is a two-layer network that does not depend on time, so what it learns on short sequences is followed on
+    longer ones; the number of parameters does not depend on the length. Layers of a model share h and start
+    from vectors of their own, as in the paper. Positions need be neither integers nor sorted nor positive. The
+    path is integrated once over all of them, by the adaptive method of Dormand and Prince: time grows with the
+    largest position, memory of training too. Needs torchdiffeq.
+
+    Args:
+        dim: number of features.
+        num_layers: number of layers that share the dynamics.
+        hidden_dim: width of h, 4 · dim by default.
+
+    Raises:
+        ImportError: torchdiffeq is not installed.
+        ValueError: a size is not positive.
+        TypeError: a size is not an int.
+
+    Example:
+        >>> encoding = ContinuousEncoding(dim=8)  # doctest: +SKIP
+        >>> encoding(torch.arange(100)).shape  # doctest: +SKIP
+        torch.Size([100, 8])
+
+    Liu et al., `Learning to Encode Position for Transformer with Continuous Dynamical Model
+    <https://arxiv.org/abs/2003.09229>`_, 2020.
+    """
+
+    def __init__(self, dim: int, *, num_layers: int = 1, hidden_dim: int | None = None) -> None:
+        super().__init__()
+        try:
+            import torchdiffeq  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                "ContinuousEncoding needs torchdiffeq. Install it with `pip install 'graphattn[ode]'`."
+            ) from error
+        self._odeint = torchdiffeq.odeint
+        dim = _positive("dim", dim)
+        hidden_dim = 4 * dim if hidden_dim is None else _positive("hidden_dim", hidden_dim)
+        self.initial = torch.nn.Parameter(torch.empty(_positive("num_layers", num_layers), dim))
+        self.dynamics = torch.nn.Sequential(
+            torch.nn.Linear(dim, hidden_dim), torch.nn.Tanh(), torch.nn.Linear(hidden_dim, dim)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.initial, std=0.5)
+        for parameter in self.dynamics.parameters():
+            if parameter.dim() == 2:
+                torch.nn.init.xavier_uniform_(parameter)
+            else:
+                torch.nn.init.zeros_(parameter)
+
+    def forward(
+        self, positions: Int[Tensor, "nodes 1"] | Float[Tensor, "nodes 1"], layer: int = 0
+    ) -> Float[Tensor, "nodes dim"]:
+        """The encoding of positions ``[nodes]`` or ``[nodes, 1]`` for a layer, as ``[nodes, dim]``.
+
+        Raises:
+            ValueError: positions have another shape or are not finite.
+            TypeError: positions are not real numbers.
+            IndexError: there is no such layer.
+        """
+        positions, _ = checked_positions(positions)
+        if positions.size(1) != 1:
+            raise ValueError(
+                f"`positions` must have shape [nodes] or [nodes, 1], got {list(positions.shape)}."
+            )
+        if not 0 <= layer < self.initial.size(0):
+            raise IndexError(f"`layer` must lie in the interval [0, {self.initial.size(0)}), got {layer}.")
+        start = self.initial[layer]
+        # A scale for time in which neighbouring positions are close.
+        times, place = (0.1 * positions[:, 0].to(start.dtype)).unique(return_inverse=True)
+        zero = times.new_zeros(1)
+        ahead, behind = times[times > 0], times[times < 0].flip(0)
+        parts = [self._path(start, torch.cat([zero, behind]))[1:].flip(0)]
+        if bool((times == 0).any()):
+            parts.append(start.unsqueeze(0))
+        parts.append(self._path(start, torch.cat([zero, ahead]))[1:])
+        return torch.cat(parts)[place]
+
+    def _path(self, start: Tensor, times: Tensor) -> Tensor:
+        """The state at the times, of which the first is 0."""
+        if times.numel() == 1:
+            return start.unsqueeze(0)
+        tolerance = 1e-9 if start.dtype == torch.float64 else 1e-5
+        path = self._odeint(
+            lambda _, state: self.dynamics(state),
+            start,
+            times,
+            rtol=tolerance,
+            atol=tolerance,
+            method="dopri5",
+        )
+        return path if isinstance(path, Tensor) else path[0]
+
+    def extra_repr(self) -> str:
+        return f"dim={self.initial.size(1)}, num_layers={self.initial.size(0)}"
+
+
+class RotaryEncoding(torch.nn.Module):
+    """Turns queries and keys by angles that grow with their position: RoPE.
+
+    .. math:: (x_{2c}, x_{2c+1}) \\mapsto (x_{2c} \\cos φ_c - x_{2c+1} \\sin φ_c, \\;
+        x_{2c} \\sin φ_c + x_{2c+1} \\cos φ_c), \\qquad φ_c = p \\, base^{-2c/w}
+
+    Turned queries and keys have a product that depends on the difference of their positions only. On a grid
+    every axis turns an equal share w of the dims (axial rotary encoding). Pairs are neighbouring dims, as in
+    the paper; models that pair dim c with c + w/2 need the dims of their projections permuted. Angles are
+    computed in float64. It has no parameters.
+
+    Args:
+        dim: dims of a head.
+        base: ratio of the longest to the shortest wavelength.
+
+    Raises:
+        ValueError: `dim` is odd or not positive, or `base` not positive.
+        TypeError: `dim` is not an int.
+
+    Example:
+        >>> from graphattn import WindowGraph, graph_attention
+        >>> graph, rotary = WindowGraph(10, 2), RotaryEncoding(dim=8)
+        >>> query, key, value = torch.randn(3, 10, 4, 8)
+        >>> query, key = (rotary(x, graph.positions()) for x in (query, key))
+        >>> graph_attention(query, key, value, graph).shape
+        torch.Size([10, 4, 8])
+
+    Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021; on grids: Heo et al., `Rotary Position
+    Embedding for Vision Transformer <https://arxiv.org/abs/2403.13298>`_, 2024.
+    """
+
+    def __init__(self, dim: int, *, base: float = 10000.0) -> None:
+        super().__init__()
+        self.dim, self.base = _positive("dim", dim), base
+        if dim % 2:
+            raise ValueError(f"`dim` must be even, got {dim}.")
+        if not 0.0 < base < float("inf"):
+            raise ValueError(f"`base` must be a positive number, got {base}.")
+
+    def forward(
+        self, x: Float[Tensor, "*batch nodes heads dim"], positions: Int[Tensor, "nodes axes"]
+    ) -> Float[Tensor, "*batch nodes heads dim"]:
+        """Queries or keys ``[..., nodes, heads, dim]``, turned by positions ``[nodes]`` or ``[nodes, axes]``.
+
+        Raises:
+            ValueError: a shape does not fit, positions are not finite, or `dim` cannot be shared by the axes.
+            TypeError: `x` is not floating point, or positions are not real numbers.
+        """
+        positions, _ = checked_positions(positions)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"`x` must be a floating point tensor, got {got}.")
+        nodes, axes = positions.shape
+        if x.dim() < 3 or x.size(-3) != nodes or x.size(-1) != self.dim:
+            raise ValueError(
+                f"`x` must have shape [..., {nodes}, heads, {self.dim}] for these positions and"
+                f" `dim={self.dim}`, got {list(x.shape)}."
+            )
+        if axes == 0 or self.dim % (2 * axes):
+            raise ValueError(
+                f"`dim` must be a multiple of two for each of the {axes} axes of `positions`, got {self.dim}."
+            )
+        pairs = self.dim // (2 * axes)
+        exponent = torch.arange(pairs, dtype=torch.float64, device=x.device) / pairs
+        angles = (positions.double().unsqueeze(-1) * self.base**-exponent).view(nodes, 1, self.dim // 2)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, base={self.base}"
+
+
+class RelativeBias(torch.nn.Module):
+    """A trained bias for every relative position that occurs in a graph, as in T5 and Swin.
+
+    .. math:: b_{ij,h} = W_{(p_j - p_i), h}
+
+    The table has one row for each offset of key from query (on a grid: each combination of the offsets along
+    the axes, row-major), whatever the number of nodes: 2r + 1 on a window of radius r, (2M - 1)² on a complete
+    grid of M × M cells. Where all queries see the same offsets the bias broadcasts over them.
+
+    Args:
+        graph: a complete, window or grid graph.
+        heads: number of heads.
+
+    Raises:
+        ValueError: the graph has no positions, or `heads` is not positive.
+        TypeError: `graph` is not a Graph, or `heads` not an int.
+
+    Example:
+        >>> from graphattn import WindowGraph, graph_attention
+        >>> graph, x = WindowGraph(10, 2), torch.randn(10, 4, 8)
+        >>> bias = RelativeBias(graph, heads=4)()
+        >>> bias.shape
+        torch.Size([1, 5, 4])
+        >>> graph_attention(x, x, x, graph, bias=bias).shape
+        torch.Size([10, 4, 8])
+
+    Raffel et al., `T5 <https://arxiv.org/abs/1910.10683>`_, 2020; Liu et al., `Swin Transformer
+    <https://arxiv.org/abs/2103.14030>`_, 2021.
+    """
+
+    index: Tensor
+
+    def __init__(self, graph: Graph, heads: int) -> None:
+        super().__init__()
+        offsets = relative_positions(graph)
+        index = offsets.new_zeros(offsets.shape[:-1])
+        sizes = []
+        for along in offsets.unbind(-1):
+            values, number = along.unique(return_inverse=True)
+            index = index * max(values.numel(), 1) + number
+            sizes.append(values.numel())
+        rows = 1
+        for n in sizes:
+            rows *= n
+        self.register_buffer("index", index, persistent=False)
+        self.weight = torch.nn.Parameter(torch.empty(rows, _positive("heads", heads), device=index.device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self) -> Float[Tensor, "*edges heads"]:
+        """The bias, in the edge layout of the graph."""
+        return self.weight[self.index]
+
+    def extra_repr(self) -> str:
+        return f"offsets={self.weight.size(0)}, heads={self.weight.size(1)}"
+
+
+def _positive(name: str, x: int) -> int:
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise TypeError(f"`{name}` must be an int, got {type(x).__name__}.")
+    if x < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {x}.")
+    return x

@@ -1,0 +1,168 @@
+"""Convolution as attention: the same numbers and gradients, and a kernel found by training."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphattn.nn import ConvolutionalAttention
+
+DTYPES = [torch.float32, torch.float64]
+PRECISION = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """These are small problems, and two threads wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+CONVOLUTIONS = {
+    "1x1": {"kernel_size": 1},
+    "3x3": {"kernel_size": 3},
+    "3x3, same size": {"kernel_size": 3, "padding": 1},
+    "5x3": {"kernel_size": (5, 3), "padding": (2, 1)},
+    "even": {"kernel_size": 2},
+    "even, padded": {"kernel_size": 4, "padding": 2},
+    "odd by even, same": {"kernel_size": (3, 4), "padding": "same"},
+    "valid": {"kernel_size": (2, 3), "padding": "valid"},
+    "wide padding": {"kernel_size": 3, "padding": (4, 3)},
+    "dilated": {"kernel_size": 3, "dilation": 2, "padding": 2},
+    "dilated, padding no multiple": {"kernel_size": 3, "dilation": 3, "padding": 1},
+    "dilated apart": {"kernel_size": (3, 2), "dilation": (1, 3), "padding": (1, 2)},
+    "dilated by 2 and 4": {"kernel_size": (2, 3), "dilation": (4, 2), "padding": "same"},
+    "grouped": {"kernel_size": 3, "groups": 2},
+    "depthwise": {"kernel_size": 3, "groups": 4, "padding": 1},
+    "no bias": {"kernel_size": 3, "bias": False},
+    "reflect": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
+    "replicate": {"kernel_size": 3, "padding": 1, "padding_mode": "replicate"},
+    "circular": {"kernel_size": (3, 5), "padding": "same", "padding_mode": "circular"},
+    "row": {"kernel_size": (1, 7), "padding": (0, 3)},
+    "as large as the image": {"kernel_size": (9, 11)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@PRECISION
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_equal_to_conv2d(name, dtype):
+    """Values, and the gradients of images, weights and bias."""
+    conv = torch.nn.Conv2d(4, 8, **CONVOLUTIONS[name]).to(dtype)
+    layer = ConvolutionalAttention.from_conv2d(conv)
+    images = torch.randn(2, 4, 9, 11, dtype=dtype)
+    ours, theirs = images.clone().requires_grad_(), images.clone().requires_grad_()
+    out, exact = layer(ours), conv(theirs)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, exact, atol=tolerance, rtol=0)
+    grad = torch.randn_like(exact)
+    out.backward(grad)
+    exact.backward(grad)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=tolerance * 10, rtol=0)
+    weight = layer.weight.grad.unflatten(-1, conv.kernel_size)
+    torch.testing.assert_close(weight, conv.weight.grad, atol=tolerance * 100, rtol=0)
+    if conv.bias is not None:
+        torch.testing.assert_close(layer.bias.grad, conv.bias.grad, atol=tolerance * 100, rtol=0)
+    assert layer.center.grad.isfinite().all() and layer.alpha.grad.isfinite().all()
+    torch.testing.assert_close(layer(images[0]), conv(images[0]), atol=tolerance, rtol=0)
+    assert layer(images[:0]).shape == conv(images[:0]).shape
+
+
+def test_the_convolution_is_copied():
+    conv = torch.nn.Conv2d(1, 1, 3)
+    layer, image = ConvolutionalAttention.from_conv2d(conv), torch.randn(1, 1, 5, 5)
+    before = layer(image)
+    with torch.no_grad():
+        conv.weight.zero_()
+    assert torch.equal(layer(image), before)
+    assert layer.weight.requires_grad and layer.center.shape == (9, 2)
+    assert "kernel_size=(3, 3), heads=9" in repr(layer)
+
+
+@PRECISION
+def test_scores_are_quadratic(dtype):
+    """Against a loop over the pixels, with heads somewhere between the taps."""
+    layer = ConvolutionalAttention(2, 3, (3, 2), heads=4, dilation=(1, 2)).to(dtype)
+    with torch.no_grad():
+        layer.alpha.copy_(torch.rand(4))
+        layer.bias.copy_(torch.randn(3))
+    image = torch.randn(2, 6, 7, dtype=dtype)
+    out = layer(image)
+    assert out.shape == (3, 4, 5)
+    for y in range(4):
+        for x in range(5):
+            expected = layer.bias.double().clone()
+            for h in range(4):
+                scores, pixels = [], []
+                for r in range(3):
+                    for c in range(2):
+                        place = torch.tensor([r, c], dtype=torch.float64)
+                        distance = (place - layer.center[h].double()).square().sum()
+                        scores.append(-layer.alpha[h].double() * distance)
+                        pixels.append(image[:, y + r, x + 2 * c].double())
+                mean = (torch.stack(scores).softmax(0).view(-1, 1) * torch.stack(pixels)).sum(0)
+                expected = expected + layer.weight[:, :, h].double() @ mean
+            torch.testing.assert_close(out[:, y, x].double(), expected, atol=1e-5, rtol=0)
+
+
+def test_gradients():
+    layer = ConvolutionalAttention(2, 2, 2, heads=3, groups=2, padding=1).double()
+    names, values = zip(*layer.named_parameters())
+    image = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def call(image, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values)), (image,))
+
+    assert torch.autograd.gradcheck(call, (image, *values))
+    assert torch.autograd.gradgradcheck(call, (image, *values))
+
+
+def test_training_finds_a_blur():
+    """The binomial blur is one head in the middle whose weights halve at a distance of 1: α = log 2."""
+    kernel = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]).view(1, 1, 3, 3) / 16
+    layer = ConvolutionalAttention(1, 1, 3, heads=1, bias=False)
+    with torch.no_grad():
+        layer.center.copy_(torch.tensor([[0.3, 1.8]]))
+        layer.alpha.fill_(2.0)
+        layer.weight.fill_(0.5)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    for _ in range(200):
+        images = torch.randn(4, 1, 12, 12)
+        loss = (layer(images) - F.conv2d(images, kernel)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    assert loss < 1e-6
+    torch.testing.assert_close(layer.center, torch.ones(1, 2), atol=0.01, rtol=0)
+    torch.testing.assert_close(layer.alpha, torch.tensor([math.log(2)]), atol=0.02, rtol=0)
+    torch.testing.assert_close(layer.weight.flatten(), torch.ones(1), atol=0.01, rtol=0)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="stride"):
+        ConvolutionalAttention.from_conv2d(torch.nn.Conv2d(1, 1, 3, stride=2))
+    for wrong in (torch.nn.Conv1d(1, 1, 3), torch.nn.ConvTranspose2d(1, 1, 3), None):
+        with pytest.raises(TypeError, match="Conv2d"):
+            ConvolutionalAttention.from_conv2d(wrong)
+    layer = ConvolutionalAttention(2, 3, 3)
+    for images, error, words in [
+        (torch.zeros(1, 3, 5, 5), ValueError, r"\[batch, 2, height, width\]"),
+        (torch.zeros(5, 5), ValueError, "height, width"),
+        (torch.zeros(1, 2, 2, 5), ValueError, r"\[3, 3\]"),
+        (torch.zeros(1, 2, 5, 5, dtype=torch.float64), TypeError, "float32"),
+        (torch.zeros(1, 2, 5, 5, dtype=torch.int64), TypeError, "float32"),
+        (None, TypeError, "NoneType"),
+    ]:
+        with pytest.raises(error, match=words):
+            layer(images)
+    for options in ({"heads": 0}, {"heads": 1.5}, {"groups": 2}, {"padding_mode": "mirror"}, {"dilation": 0}):
+        with pytest.raises(ValueError):
+            ConvolutionalAttention(3, 4, 3, **options)
+    with pytest.raises(ValueError):
+        ConvolutionalAttention(3, 4, 0)
