@@ -1,5 +1,13 @@
 """Layers that put graph attention into PyTorch and PyTorch Geometric models."""
 
+from graphattn.nn.attention import GraphMultiheadAttention
 from graphattn.nn.conv import TransformerConv
+from graphattn.nn.transformer import GPSConv, GraphTransformer, GraphTransformerLayer
 
-__all__ = ["TransformerConv"]
+__all__ = [
+    "GPSConv",
+    "GraphMultiheadAttention",
+    "GraphTransformer",
+    "GraphTransformerLayer",
+    "TransformerConv",
+]
