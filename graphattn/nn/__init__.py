@@ -3,6 +3,7 @@
 from graphattn.nn.attention import GraphMultiheadAttention
 from graphattn.nn.conv import TransformerConv
 from graphattn.nn.transformer import GPSConv, GraphTransformer, GraphTransformerLayer
+from graphattn.nn.vision import VisionTransformer
 
 __all__ = [
     "GPSConv",
@@ -10,4 +11,5 @@ __all__ = [
     "GraphTransformer",
     "GraphTransformerLayer",
     "TransformerConv",
+    "VisionTransformer",
 ]

@@ -51,6 +51,9 @@ class GraphMultiheadAttention(MessagePassing):
     Vaswani et al., Attention Is All You Need, NeurIPS 2017.
     """
 
+    in_proj_weight: Parameter | None
+    in_proj_bias: Parameter | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -63,11 +66,9 @@ class GraphMultiheadAttention(MessagePassing):
     ) -> None:
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
-        if min(embed_dim, num_heads, kdim, vdim) < 1 or embed_dim % num_heads != 0:
-            raise ValueError(
-                f"`embed_dim` must be a multiple of `num_heads`, and all widths at least 1, got"
-                f" embed_dim={embed_dim}, num_heads={num_heads}, kdim={kdim}, vdim={vdim}."
-            )
+        check_heads("embed_dim", embed_dim, "num_heads", num_heads)
+        if min(kdim, vdim) < 1:
+            raise ValueError(f"`kdim` and `vdim` must be at least 1, got {kdim} and {vdim}.")
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"`dropout` must be a probability in [0, 1], got {dropout}.")
         super().__init__(aggr="add", node_dim=-3)
@@ -137,7 +138,7 @@ class GraphMultiheadAttention(MessagePassing):
         size = (key.size(-2), query.size(-2))
         graph = graph_between(graph, *size)
         if self.in_proj_weight is None:
-            matrices = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            matrices: Any = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         else:
             matrices = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -150,7 +151,7 @@ class GraphMultiheadAttention(MessagePassing):
         if has_message_watchers(self):
             weights = attention_weights(query, key, graph, bias=bias)
             alpha = weights.flatten(-1 - len(graph.edge_shape), -2).index_select(-2, graph.slots())
-            out = self.propagate(
+            out: Any = self.propagate(
                 graph.to_edge_index(), size=size, value=(value, None), alpha=alpha, dropout_p=dropout_p
             )
         else:
@@ -200,6 +201,15 @@ class GraphMultiheadAttention(MessagePassing):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.embed_dim}, heads={self.num_heads})"
+
+
+def check_heads(name: str, channels: int, heads_name: str, heads: int) -> None:
+    """Check that channels can be shared out among heads; the names are those of the caller's arguments."""
+    if heads < 1 or channels < 1 or channels % heads != 0:
+        raise ValueError(
+            f"`{name}` must be a positive multiple of `{heads_name}`, got {name}={channels} and"
+            f" {heads_name}={heads}. Every head takes {name} / {heads_name} channels."
+        )
 
 
 def graph_between(graph: Any, num_keys: int, num_queries: int) -> Graph:

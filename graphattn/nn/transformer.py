@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import Dropout, LayerNorm, Linear, ModuleList
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
+from torch_geometric.nn.inits import reset
 from torch_geometric.utils import to_dense_batch
 
 from graphattn.graph import CompleteGraph
-from graphattn.nn.attention import GraphMultiheadAttention, graph_between
+from graphattn.nn.attention import GraphMultiheadAttention, check_heads, graph_between
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -72,6 +73,7 @@ class GraphTransformerLayer(torch.nn.Module):
             if activation not in _ACTIVATIONS:
                 raise ValueError(f'`activation` must be "relu", "gelu" or a function, got {activation!r}.')
             activation = _ACTIVATIONS[activation]
+        check_heads("d_model", d_model, "nhead", nhead)
         self.self_attn = GraphMultiheadAttention(d_model, nhead, dropout=dropout, bias=bias)
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias)
         self.dropout = Dropout(dropout)
@@ -81,7 +83,7 @@ class GraphTransformerLayer(torch.nn.Module):
         self.norm2 = LayerNorm(d_model, eps=layer_norm_eps, bias=bias)
         self.dropout1 = Dropout(dropout)
         self.dropout2 = Dropout(dropout)
-        self.activation = activation
+        self.activation: Callable[[Tensor], Tensor] = activation
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
@@ -175,6 +177,7 @@ class GraphTransformer(torch.nn.Module):
                 f"`num_layers` and `encoding_channels` must not be negative, got {num_layers} and"
                 f" {encoding_channels}."
             )
+        check_heads("hidden_channels", hidden_channels, "heads", heads)
         self.in_channels, self.encoding_channels = in_channels, encoding_channels
         self.checkpointing = checkpointing
         self.lin_in = Linear(in_channels, hidden_channels)
@@ -193,9 +196,8 @@ class GraphTransformer(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
-        for module in (self.lin_in, self.lin_encoding, *self.layers, self.norm, self.lin_out):
-            if module is not None:
-                module.reset_parameters()
+        for module in self.children():
+            reset(module)
 
     def forward(
         self,
@@ -231,7 +233,7 @@ class GraphTransformer(torch.nn.Module):
                 f"`encoding` must {'not be given' if self.lin_encoding is None else 'be given'} for a model with"
                 f" `encoding_channels={self.encoding_channels}`, got {got}."
             )
-        if encoding is not None:
+        if encoding is not None and self.lin_encoding is not None:
             _check_features("encoding", encoding, self.encoding_channels)
             if encoding.size(-2) != nodes:
                 raise ValueError(
@@ -307,9 +309,9 @@ class GPSConv(pyg.GPSConv):
         conv: pyg.MessagePassing | None,
         heads: int = 1,
         dropout: float = 0.0,
-        act: str | Callable | None = "relu",
+        act: Any = "relu",
         act_kwargs: dict[str, Any] | None = None,
-        norm: str | Callable | None = "batch_norm",
+        norm: Any = "batch_norm",
         norm_kwargs: dict[str, Any] | None = None,
         attn_type: str = "multihead",
         attn_kwargs: dict[str, Any] | None = None,
