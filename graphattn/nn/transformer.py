@@ -83,7 +83,7 @@ class GraphTransformerLayer(torch.nn.Module):
         self.norm2 = LayerNorm(d_model, eps=layer_norm_eps, bias=bias)
         self.dropout1 = Dropout(dropout)
         self.dropout2 = Dropout(dropout)
-        self.activation: Callable[[Tensor], Tensor] = activation
+        self.activation: Any = activation
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
