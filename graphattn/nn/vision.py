@@ -414,6 +414,9 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
         elif not optional or len(absent) < len(theirs):
             missing.extend(absent)
 
+    def in_some_layer(part: str) -> bool:
+        return any(name.endswith(part) for name in given)
+
     def take_both(ours: str, *theirs: str) -> None:
         for kind in ("weight", "bias"):
             take(ours + kind, *(name + kind for name in theirs))
@@ -430,14 +433,14 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
         take(
             ours + "self_attn.in_proj_bias",
             *(theirs + name + "bias" for name in naming.qkv),
-            optional=True,
+            optional=not in_some_layer(naming.qkv[0] + "bias"),
         )
         take_both(ours + "self_attn.out_proj.", theirs + naming.out)
         take_both(ours + "norm2.", theirs + naming.norm2)
         take_both(ours + "linear1.", theirs + naming.linear1)
         take_both(ours + "linear2.", theirs + naming.linear2)
         for scaled, name in zip(("self_attn.out_proj.", "linear2."), naming.scales):
-            take(ours + name, theirs + name, optional=True)
+            take(ours + name, theirs + name, optional=not in_some_layer(name))
             gamma = weights.pop(ours + name, None)
             for kind in ("weight", "bias"):
                 if gamma is not None and ours + scaled + kind in weights:
