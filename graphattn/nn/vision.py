@@ -452,9 +452,11 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     if any(name.startswith(naming.head) for name in rest):
         take_both("head.", naming.head)
     if missing or rest:
+        absent = [name if name.startswith(naming.head) else prefix + name for name in missing]
+        unexpected = sorted(name for name in state_dict if name.removeprefix(prefix) in rest)
         raise ValueError(
-            f"`state_dict` must hold one Vision Transformer and nothing else; missing:"
-            f" {missing or 'none'}, unexpected: {sorted(rest) or 'none'}."
+            f"`state_dict` must hold one Vision Transformer and nothing else; missing: {absent or 'none'},"
+            f" unexpected: {unexpected or 'none'}."
         )
 
     for i in range(depth):  # a projection without a bias is one with a bias of 0
