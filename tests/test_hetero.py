@@ -23,6 +23,15 @@ WRITES, WRITTEN, CITES = (
 )
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Hundreds of small steps: a second thread only waits for its turn."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def library():
     """Papers whose class shows only in what their authors are like, and noise everywhere else."""
     torch.manual_seed(4)
