@@ -15,6 +15,7 @@ from graphattn.graph import CompleteGraph, Graph, SparseGraph
 # What models pass along without changing what attention computes: the masks already say where a sequence
 # ends and how wide a window is.
 _HARMLESS = {
+    "cache",
     "cache_position",
     "deterministic",
     "encoder_hidden_states",
