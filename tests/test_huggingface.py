@@ -287,3 +287,16 @@ def test_a_changed_mask_is_seen():
 def test_wrong_calls(options, error, message):
     with pytest.raises(error, match=message):
         call(**options)
+
+
+def test_example(capsys):
+    from examples import huggingface as example
+
+    rows = example.main(["--length", "40", "--batch", "1", "--radius", "2", "--rounds", "1"])
+    assert [row.edges for row in rows] == [1600, 40 * 5 - 6, 40 * 5 - 6 + 2 * 37]
+    assert all(row.difference < 1e-5 for row in rows)
+    printed = capsys.readouterr().out
+    assert all(f"{row.graph:<14} {row.edges:>9}" in printed for row in rows)
+    with pytest.raises(SystemExit):
+        example.main(["--length", "0"])
+    assert "--length must be at least 1, got 0" in capsys.readouterr().err
