@@ -165,7 +165,7 @@ def one_thread():
 
 def test_vision_transformer_on_digits(tmp_path, capsys, one_thread):
     figure = tmp_path / "new" / "digits.png"
-    complete, local = vision_transformer.main(["--epochs", "6", "--out", str(figure)])
+    complete, local = vision_transformer.main(["--epochs", "8", "--out", str(figure)])
     assert (complete.edges, local.edges) == (17 * 17, 100 + 33)  # 4 x 4 patches and the class token
     assert min(complete.accuracy, local.accuracy) > 0.8  # a tenth by guessing
     printed = capsys.readouterr().out
@@ -230,8 +230,9 @@ def test_mnist_is_read():
 
 def test_class_attention():
     data = vision_transformer.digits()
-    settings = replace(vision_transformer.DIGITS, dropout=0.0)
-    models = [vision_transformer.new_model(data, settings, radius, seed=0) for radius in (None, 3)]
+    models = [
+        vision_transformer.new_model(data, vision_transformer.DIGITS, radius, seed=0) for radius in (None, 3)
+    ]
     # A radius as large as the grid is the complete graph, listed edge by edge.
     complete, listed = (vision_transformer.class_attention(model, data.test[:2]) for model in models)
     assert complete.shape == (3, 2, 4, 4)
