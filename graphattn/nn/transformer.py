@@ -352,6 +352,8 @@ class GPSConv(pyg.GPSConv):
         _check_features("x", x, self.channels)
         if x.dim() != 2:
             raise ValueError(f"`x` must have shape [nodes, {self.channels}], got {list(x.shape)}.")
+        if batch is not None and not isinstance(batch, Tensor):
+            raise TypeError(f"`batch` must be a tensor of integers, got {type(batch).__name__}.")
         if batch is not None and batch.shape != x.shape[:1]:
             raise ValueError(
                 f"`batch` must have shape [{x.size(0)}], one label for each node of `x`, got"
