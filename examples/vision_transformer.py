@@ -50,7 +50,7 @@ class Settings:
 DIGITS = Settings(
     patch=2, dim=48, depth=3, heads=4, epochs=25, rotation=8, shift=0.5, scale=0.08, batch=32, lr=3e-3
 )
-MNIST = Settings(patch=4, dim=64, depth=4, heads=4, epochs=20, rotation=12, shift=2.0, scale=0.12)
+MNIST = Settings(patch=4, dim=64, depth=4, heads=4, epochs=40, rotation=12, shift=2.0, scale=0.12)
 MNIST_FILES = {  # what may hold the training and the test set, in order of preference
     "train": ("mnist_mlxtend5k.npz", "train"),
     "test": ("mnist_t10k.npz", "t10k"),
