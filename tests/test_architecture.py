@@ -44,6 +44,20 @@ def test_works_without_optional_packages():
     python(f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n{ATTEND}")
 
 
+def test_a_missing_optional_package_is_named():
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        + """
+from graphattn.integrations.huggingface import register
+try:
+    register()
+except ImportError as error:
+    print(error)
+"""
+    )
+    assert "pip install 'transformers>=5'" in python(script)
+
+
 def test_importing_loads_nothing_that_it_does_not_need():
     # Triton itself comes with torch._dynamo, which PyG imports, where it is installed.
     heavy = ("matplotlib", "networkx", "sklearn", "transformers", "graphattn.kernels.sparse_triton")

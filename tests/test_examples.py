@@ -1,6 +1,9 @@
 """The examples run as programs do, only smaller."""
 
+import gzip
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from examples import (
     positional_encodings,
     recurrence,
     structured_attention,
+    vision_transformer,
 )
 
 
@@ -306,3 +310,128 @@ def test_missing_mnist_ends_with_one_line(tmp_path, capsys):
         convolution.main(["--mnist", str(tmp_path)])
     assert stopped.value.code == 1
     assert "train-images-idx3-ubyte" in capsys.readouterr().err
+
+
+# --- vision_transformer ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread():
+    """Hundreds of small steps: a second thread only waits for its turn."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_vision_transformer_on_digits(tmp_path, capsys, one_thread):
+    figure = tmp_path / "new" / "digits.png"
+    complete, local = vision_transformer.main(["--epochs", "8", "--out", str(figure)])
+    assert (complete.edges, local.edges) == (17 * 17, 100 + 33)  # 4 x 4 patches and the class token
+    assert min(complete.accuracy, local.accuracy) > 0.8  # a tenth by guessing
+    printed = capsys.readouterr().out
+    assert f"{100 * complete.accuracy:.2f}%" in printed and f"{100 * local.accuracy:.2f}%" in printed
+    pixels = image.imread(figure)
+    assert pixels.shape[:2] == (468, 1440) and pixels.std() > 0.1
+
+
+def idx_files(folder, compress):
+    """40 training and 10 test images that are no digits, in MNIST's own format; also what they hold."""
+    folder.mkdir(parents=True)
+    rng, held = np.random.default_rng(0), []
+    for name, count in (("train", 40), ("t10k", 10)):
+        pixels, labels = (
+            rng.integers(256, size=(count, 28, 28), dtype=np.uint8),
+            np.arange(count, dtype=np.uint8) % 10,
+        )
+        for what, sizes, array in (
+            ("images-idx3", (count, 28, 28), pixels),
+            ("labels-idx1", (count,), labels),
+        ):
+            head = bytes([0, 0, 8, len(sizes)]) + b"".join(n.to_bytes(4, "big") for n in sizes)
+            raw = head + array.tobytes()
+            end = ".gz" if compress else ""
+            (folder / f"{name}-{what}-ubyte{end}").write_bytes(gzip.compress(raw) if compress else raw)
+        held += [pixels, labels]
+    return held
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_vision_transformer_on_idx_files(compress, tmp_path, one_thread):
+    _, _, pixels, labels = idx_files(tmp_path / "MNIST/raw", compress)
+    data = vision_transformer.mnist(tmp_path, train_images=30)
+    assert data.train.shape == (30, 1, 28, 28) and data.test.shape == (10, 1, 28, 28)
+    np.testing.assert_allclose(data.test[:, 0].numpy() * 255, pixels, atol=1e-4)
+    assert data.test_labels.tolist() == labels.tolist()
+    arguments = [
+        "--root",
+        str(tmp_path),
+        "--epochs",
+        "1",
+        "--radius",
+        "2",
+        "--out",
+        str(tmp_path / "figure.png"),
+    ]
+    complete, local = vision_transformer.main(arguments)
+    assert (complete.edges, local.edges) == (50 * 50, 29 * 29 + 99)  # 29 = 3 + 4 + 5 + 5 + 5 + 4 + 3
+
+
+def test_mnist_is_read():
+    root = os.environ.get("GRAPHATTN_DATA")
+    if root is None:
+        pytest.skip("set GRAPHATTN_DATA to a folder with the real data")
+    for folder in (Path(root), Path(root, "mnist")):
+        data = vision_transformer.mnist(folder, train_images=5000)
+        assert data.train.shape == (5000, 1, 28, 28) and data.test.shape == (10000, 1, 28, 28)
+        assert data.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
+        assert data.train_labels.bincount().tolist() == [500] * 10
+        assert data.train.max() == 1 and data.train.min() == 0
+
+
+def test_class_attention():
+    data = vision_transformer.digits()
+    models = [
+        vision_transformer.new_model(data, vision_transformer.DIGITS, radius, seed=0) for radius in (None, 3)
+    ]
+    # A radius as large as the grid is the complete graph, listed edge by edge.
+    complete, listed = (vision_transformer.class_attention(model, data.test[:2]) for model in models)
+    assert complete.shape == (3, 2, 4, 4)
+    torch.testing.assert_close(listed, complete)
+    _, weights = models[0](data.test[:2], return_attention_weights=True)
+    torch.testing.assert_close(complete[1, 1].flatten(), weights[1][1, 0, 1:].mean(1))
+
+
+def test_distortions():
+    images = torch.zeros(1, 1, 9, 9)
+    images[0, 0, 2, 6] = 1
+    still = replace(vision_transformer.DIGITS, rotation=0, shift=0, scale=0)
+    torch.testing.assert_close(vision_transformer.distorted(images, still), images)
+    moved = vision_transformer.distorted(images.expand(50, -1, -1, -1), replace(still, shift=2))
+    row, column = (moved.sum(axis).squeeze(1) @ torch.arange(9.0) for axis in (3, 2))
+    assert (row - 2).abs().max() <= 2.001 and (column - 6).abs().max() <= 2.001
+    assert (row - 2).abs().max() > 1 and (row - 2).abs().min() < 0.5
+    torch.testing.assert_close(moved.sum((1, 2, 3)), torch.ones(50))
+    turned = vision_transformer.distorted(images.expand(50, -1, -1, -1), replace(still, rotation=30))
+    row, column = (turned.sum(axis).squeeze(1) @ torch.arange(9.0) for axis in (3, 2))
+    total = turned.sum((1, 2, 3))
+    distance = ((row / total - 4) ** 2 + (column / total - 4) ** 2).sqrt()
+    assert (distance - 8**0.5).abs().max() < 0.4  # from the centre, which stays
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--epochs", "0"], ["--radius", "-1"], ["--train-images", "0"], ["--out", "a"]]
+)
+def test_vision_transformer_wrong_arguments(wrong, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        vision_transformer.main(wrong)
+    assert stopped.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_vision_transformer_without_files(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        vision_transformer.main(["--root", str(tmp_path), "--out", str(tmp_path / "figure.png")])
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err
+    assert "mnist_mlxtend5k.npz" in error and "train-images-idx3-ubyte" in error and "Traceback" not in error

@@ -231,9 +231,8 @@ class TransformerConv(pyg.TransformerConv):
     def _builds_messages(self) -> bool:
         """Whether somebody wants to see, change or aggregate otherwise the message of every edge."""
         return bool(
-            self.explain
+            has_message_watchers(self)
             or type(self.aggr_module) is not SumAggregation
-            or any(getattr(self, hooks) for hooks in _MESSAGE_HOOKS)
             or any(getattr(type(self), name) is not method for name, method in _MESSAGE_METHODS.items())
         )
 
@@ -242,6 +241,11 @@ class TransformerConv(pyg.TransformerConv):
             "TransformerConv: the fused operator has no TorchScript; use torch.compile or "
             "torch.export, or torch_geometric.nn.TransformerConv with the same state_dict."
         )
+
+
+def has_message_watchers(layer: pyg.MessagePassing) -> bool:
+    """Whether an explainer or a hook wants the edge-wise messages of `layer`."""
+    return bool(layer.explain or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS))
 
 
 def accelerate(model: _Model) -> _Model:

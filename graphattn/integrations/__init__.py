@@ -1,0 +1,1 @@
+"""Graph attention inside other libraries' models; each module needs the library it is named after."""

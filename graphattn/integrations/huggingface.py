@@ -1,0 +1,226 @@
+"""Hugging Face Transformers: any model that lets its attention be chosen runs on a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from graphattn.attention import attention_weights, graph_attention
+from graphattn.graph import CompleteGraph, Graph, SparseGraph
+
+# What models pass along without changing what attention computes: the masks already say where a sequence
+# ends and how wide a window is.
+_HARMLESS = {
+    "cache",
+    "cache_position",
+    "deterministic",
+    "encoder_hidden_states",
+    "is_causal",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+
+
+def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | None = None) -> None:
+    """Make graph attention an attention implementation of Transformers, under `name`.
+
+    `model.set_attn_implementation(name)` then runs a model on it, as does `attn_implementation=name` when it is
+    loaded. Without `graph` the results are those of "sdpa" and "eager". With it a query attends to the keys that
+    both the graph and the model's own mask let it attend to: padding and causality are kept. A mask of its own for
+    each sequence of a batch is listed edge by edge, once for all layers that share it and a graph object; without
+    padding the graph is used as it is. Grouped heads, dropout, `softcap`, `position_bias` and
+    `output_attentions` (weights before dropout) are honoured.
+
+    Args:
+        name: what to call the implementation; an earlier one of that name is replaced.
+        graph: `(num_queries, num_keys, module) -> Graph`, called in every attention layer. When a model generates
+            from a cache its queries are the last of the keys. Return the same object for the same sizes
+            (`functools.cache`), so that it is built once.
+
+    Raises:
+        ImportError: Transformers is not installed.
+        TypeError: `graph` is not a function.
+
+    The implementation itself raises NotImplementedError for an argument that would change the result and that it
+    does not know, and ValueError or TypeError for what `graph` returns that is no graph of these sizes.
+
+    Example:
+        >>> from graphattn import WindowGraph
+        >>> def window(num_queries, num_keys, module):
+        ...     return WindowGraph(num_queries, (128, 0), num_keys=num_keys, offset=num_keys - num_queries)
+        >>> register("window128", window)  # doctest: +SKIP
+        >>> model.set_attn_implementation("window128")  # doctest: +SKIP
+    """
+    if graph is not None and not callable(graph):
+        raise TypeError(
+            f"`graph` must be a function (num_queries, num_keys, module) -> Graph, got {type(graph).__name__}."
+        )
+    try:
+        from transformers import (  # pyright: ignore[reportMissingImports]
+            AttentionInterface,
+            AttentionMaskInterface,
+        )
+        from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            "graphattn.integrations.huggingface needs Transformers 5: pip install 'transformers>=5'."
+        ) from error
+    kept = WeakIdKeyDictionary()  # mask, or graph where there is none -> what it leaves of the graphs
+
+    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
+        return _attention(
+            module, query, key, value, attention_mask, dropout, scaling, graph=graph, kept=kept, **options
+        )
+
+    AttentionInterface.register(name, attention)
+    # Without a mask function of the same name models would pass no mask at all.
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    *,
+    graph: Callable[[int, int, Any], Graph] | None,
+    kept: WeakIdKeyDictionary,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What `AttentionInterface` asks for: `[B, heads, L, dim]` in, `([B, L, heads, dim], weights)` out."""
+    unknown = [name for name, x in options.items() if x is not None and name not in _HARMLESS]
+    if unknown:
+        raise NotImplementedError(
+            f"graphattn does not know what {', '.join(f'`{name}`' for name in unknown)} of"
+            f' {type(module).__name__} means for attention. Use attn_implementation="eager".'
+        )
+    batch, heads, num_queries, _ = query.shape
+    num_keys = key.size(2)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = mask is None and num_queries > 1 and bool(is_causal)
+
+    # A bool mask for all heads takes edges away, any other is added to the scores.
+    added = [] if position_bias is None else [position_bias]
+    allowed = mask if mask is not None and mask.dtype == torch.bool and mask.size(1) == 1 else None
+    if mask is not None and allowed is None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+        added.append(mask)
+    terms = added if allowed is None else [*added, allowed]
+    # Sequences that have edges or biases of their own lie side by side along the nodes; otherwise they are a batch.
+    packed = any(x.size(0) > 1 and x.stride(0) != 0 for x in terms)
+    sequences = batch if packed else 1
+    chosen = None if graph is None else _checked(graph(num_queries, num_keys, module), num_queries, num_keys)
+    edges = _edges(kept, chosen, allowed, causal, sequences, num_queries, num_keys, query.device)
+
+    bias = None
+    if added:
+        edges = edges.to_sparse()
+        source, target = edges.to_edge_index()
+        for x in added:
+            x = x[:sequences].expand(sequences, -1, num_queries, num_keys)
+            x = x[target // max(num_queries, 1), :, target % max(num_queries, 1), source % max(num_keys, 1)]
+            bias = x if bias is None else bias + x
+        bias = None if bias is None else bias.to(query.dtype)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if packed:
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+    scores: dict[str, Any] = {"bias": bias, "scale": scaling, "softcap": softcap}
+    out: Any = graph_attention(query, key, value, edges, dropout_p=dropout, **scores)
+    out = out.reshape(batch, num_queries, heads, -1)
+    wanted = options.get("output_attentions")
+    if wanted is None:
+        wanted = getattr(getattr(module, "config", None), "output_attentions", False)
+    if not wanted:
+        return out, None
+    weights = attention_weights(query, key, edges, **scores).to(out.dtype)
+    return out, _dense(weights, edges, packed, (batch, num_queries, num_keys, heads))
+
+
+def _checked(graph: Any, num_queries: int, num_keys: int) -> Graph:
+    if not isinstance(graph, Graph):
+        raise TypeError(f"`graph` must return a Graph, got {type(graph).__name__}. Convert it with as_graph.")
+    if (graph.num_queries, graph.num_keys) != (num_queries, num_keys):
+        raise ValueError(
+            f"`graph` must return a graph of {num_keys} keys and {num_queries} queries, got {graph}. Build it from"
+            " the sizes that the function is called with."
+        )
+    return graph
+
+
+def _edges(
+    kept: WeakIdKeyDictionary,
+    chosen: Graph | None,
+    allowed: Tensor | None,
+    causal: bool,
+    sequences: int,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+) -> Graph:
+    """The edges that both the graph and the model's mask have, of as many sequences side by side."""
+    if chosen is None:
+        graph: Graph = CompleteGraph(num_queries, num_keys=num_keys, causal=causal).to(device)
+        causal = False
+    else:
+        graph = chosen if chosen.device == device else chosen.to(device)
+    if allowed is None and sequences == 1 and not causal:
+        return graph
+    # Layers share their mask: what it leaves of a graph is kept as long as the mask lives.
+    anchor = chosen if allowed is None else allowed
+    version = None
+    if isinstance(anchor, Tensor):
+        version = None if anchor.is_inference() or torch.compiler.is_compiling() else anchor._version
+    reusable = isinstance(anchor, Graph) or version is not None
+    state = (version, None if anchor is chosen else chosen, causal, sequences)
+    found = kept.get(anchor) if reusable else None
+    if found is not None and all(x is y or x == y for x, y in zip(found[0], state)):
+        return found[1]
+
+    source, target = graph.to_edge_index()
+    keep = torch.ones(sequences, source.numel(), dtype=torch.bool, device=device)
+    if allowed is not None:
+        keep = allowed[:sequences].expand(sequences, 1, num_queries, num_keys)[:, 0, target, source]
+    if causal:
+        keep = keep & (source <= target)
+    sequence, edge = keep.nonzero(as_tuple=True)
+    edge_index = torch.stack([source[edge] + sequence * num_keys, target[edge] + sequence * num_queries])
+    edges = SparseGraph.from_edge_index(edge_index, size=(sequences * num_keys, sequences * num_queries))
+    if reusable:
+        kept[anchor] = state, edges
+    return edges
+
+
+def _dense(weights: Tensor, edges: Graph, packed: bool, size: tuple[int, int, int, int]) -> Tensor:
+    """Weights in the edge layout as `[batch, heads, num_queries, num_keys]`, 0 where there is no edge."""
+    batch, num_queries, num_keys, heads = size
+    source, target = edges.to_edge_index()
+    if packed:
+        cells = target * num_keys + source % max(num_keys, 1)
+        dense = weights.new_zeros(batch * num_queries * num_keys, heads).index_add(0, cells, weights)
+    else:
+        weights = weights.reshape(batch, -1, heads)[:, edges.slots()]
+        cells = target * num_keys + source
+        dense = weights.new_zeros(batch, num_queries * num_keys, heads).index_add(1, cells, weights)
+    return dense.view(batch, num_queries, num_keys, heads).permute(0, 3, 1, 2)

@@ -1,0 +1,421 @@
+"""Transformers whose attention runs on a graph: the encoder layer, a whole model, and PyG's GPS layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Dropout, LayerNorm, Linear, ModuleList
+from torch.utils.checkpoint import checkpoint
+from torch_geometric import nn as pyg
+from torch_geometric.nn.inits import reset
+from torch_geometric.utils import to_dense_batch
+
+from graphattn.graph import CompleteGraph
+from graphattn.nn.attention import GraphMultiheadAttention, check_heads, graph_between
+
+_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
+
+
+class GraphTransformerLayer(torch.nn.Module):
+    r"""A transformer encoder layer: attention on a graph, then a feed-forward network, each with a residual.
+
+    $$h = \mathrm{LN}(x + \mathrm{Attention}(x)), \qquad x' = \mathrm{LN}(h + W_2\,\mathrm{act}(W_1 h))$$
+
+    With `norm_first` the norms come before attention and network instead: $h = x + \mathrm{Attention}(\mathrm{LN}
+    (x))$, $x' = h + W_2\,\mathrm{act}(W_1 \mathrm{LN}(h))$. The parameters, their names, order and initial values
+    are those of `torch.nn.TransformerEncoderLayer`, so `state_dict`s go from one to the other, and on a complete
+    graph the results are the same. A batch of graphs of different sizes is packed along the nodes
+    (`CompleteGraph.from_ptr`), with nothing computed for padding. O(N·d_model·(d_model + dim_feedforward) +
+    E·d_model) time.
+
+    Args:
+        d_model: channels of a node.
+        nhead: number of heads.
+        dim_feedforward: hidden channels of the feed-forward network.
+        dropout: probability in [0, 1], of attention weights, hidden channels and both branches.
+        activation: "relu", "gelu", or a function on tensors.
+        layer_norm_eps: added to variances in the norms.
+        norm_first: normalise before attention and network (pre-norm), not after them.
+        bias: give linear maps and norms a bias.
+
+    Raises:
+        ValueError: `d_model` is not a multiple of `nhead`, `dropout` lies outside [0, 1], or `activation` is
+            another name.
+
+    Example:
+        >>> from graphattn import CompleteGraph
+        >>> layer = GraphTransformerLayer(d_model=8, nhead=2, dim_feedforward=16)
+        >>> two_graphs = CompleteGraph.from_ptr(torch.tensor([0, 3, 7]))
+        >>> layer(torch.randn(7, 8), two_graphs).shape
+        torch.Size([7, 8])
+
+    Vaswani et al., Attention Is All You Need, NeurIPS 2017; pre-norm: Xiong et al., On Layer Normalization in
+    the Transformer Architecture, ICML 2020.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        layer_norm_eps: float = 1e-5,
+        norm_first: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if isinstance(activation, str):
+            if activation not in _ACTIVATIONS:
+                raise ValueError(f'`activation` must be "relu", "gelu" or a function, got {activation!r}.')
+            activation = _ACTIVATIONS[activation]
+        check_heads("d_model", d_model, "nhead", nhead)
+        self.self_attn = GraphMultiheadAttention(d_model, nhead, dropout=dropout, bias=bias)
+        self.linear1 = Linear(d_model, dim_feedforward, bias=bias)
+        self.dropout = Dropout(dropout)
+        self.linear2 = Linear(dim_feedforward, d_model, bias=bias)
+        self.norm_first = norm_first
+        self.norm1 = LayerNorm(d_model, eps=layer_norm_eps, bias=bias)
+        self.norm2 = LayerNorm(d_model, eps=layer_norm_eps, bias=bias)
+        self.dropout1 = Dropout(dropout)
+        self.dropout2 = Dropout(dropout)
+        self.activation: Any = activation
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for module in (self.self_attn, self.linear1, self.linear2, self.norm1, self.norm2):
+            module.reset_parameters()
+
+    def forward(
+        self, x: Tensor, graph: Any, *, bias: Tensor | None = None, return_attention_weights: bool = False
+    ) -> Any:
+        """Node features in, node features out.
+
+        Args:
+            x: `[..., nodes, d_model]`.
+            graph: a `Graph`, or what `as_graph` takes.
+            bias: added to the scores, in the graph's edge layout: `[*edge_shape, nhead]`, any of them 1.
+            return_attention_weights: truthy to get the weights as well.
+
+        Returns:
+            `[..., nodes, d_model]`. With `return_attention_weights`: `(x, weights)`, weights
+            `[..., *edge_shape, nhead]`, before dropout.
+
+        Raises:
+            ValueError, TypeError, IndexError: as `GraphMultiheadAttention`.
+        """
+        normed = self.norm1(x) if self.norm_first else x
+        attended = self.self_attn(normed, graph, bias=bias, return_attention_weights=return_attention_weights)
+        attended, weights = attended if return_attention_weights else (attended, None)
+        x = x + self.dropout1(attended)
+        if self.norm_first:
+            x = x + self._feed_forward(self.norm2(x))
+        else:
+            x = self.norm1(x)
+            x = self.norm2(x + self._feed_forward(x))
+        return (x, weights) if return_attention_weights else x
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+
+
+class GraphTransformer(torch.nn.Module):
+    r"""A transformer for nodes: linear map in, pre-norm encoder layers on one graph, linear map out.
+
+    $$x^0 = W_{in}\,x + W_{enc}\,e, \qquad x^{l+1} = \mathrm{Layer}_l(x^l), \qquad
+    \mathrm{out} = W_{out}\,\mathrm{LN}(x^L)$$
+
+    Layers are `GraphTransformerLayer`s with GELU and 4·hidden_channels in the feed-forward network. Attention
+    does not know where a node is: positions come in as node features e, such as those of
+    `graphattn.encodings`, one row for each node and the same for every leading index.
+
+    Args:
+        in_channels: features of a node.
+        hidden_channels: channels of a node between the layers.
+        out_channels: outputs of a node.
+        num_layers: number of layers L.
+        heads: number of heads in every layer; divides hidden_channels.
+        dropout: probability in [0, 1], as in `GraphTransformerLayer`.
+        encoding_channels: features of a node's positional encoding; 0 for none.
+        checkpointing: keep only what goes in and out of each layer for the backward pass, and compute the rest
+            again: memory of one layer instead of L, for one more forward pass. Results do not change, those of
+            dropout neither.
+
+    Raises:
+        ValueError: `hidden_channels` is not a multiple of `heads`, a number is negative, or `dropout` lies
+            outside [0, 1].
+
+    Example:
+        >>> model = GraphTransformer(in_channels=3, hidden_channels=8, out_channels=2, num_layers=2, heads=2)
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> out, weights = model(torch.randn(3, 3), edge_index, return_attention_weights=True)
+        >>> out.shape, [alpha.shape for alpha in weights]
+        (torch.Size([3, 2]), [torch.Size([3, 2]), torch.Size([3, 2])])
+
+    Dwivedi and Bresson, A Generalization of Transformer Networks to Graphs, 2020.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        heads: int,
+        *,
+        dropout: float = 0.0,
+        encoding_channels: int = 0,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if min(num_layers, encoding_channels) < 0:
+            raise ValueError(
+                f"`num_layers` and `encoding_channels` must not be negative, got {num_layers} and"
+                f" {encoding_channels}."
+            )
+        check_heads("hidden_channels", hidden_channels, "heads", heads)
+        self.in_channels, self.encoding_channels = in_channels, encoding_channels
+        self.checkpointing = checkpointing
+        self.lin_in = Linear(in_channels, hidden_channels)
+        # Added, not concatenated, so that one encoding serves a whole batch of feature sets.
+        self.lin_encoding = (
+            Linear(encoding_channels, hidden_channels, bias=False) if encoding_channels else None
+        )
+        self.layers = ModuleList(
+            GraphTransformerLayer(
+                hidden_channels, heads, 4 * hidden_channels, dropout, activation="gelu", norm_first=True
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = LayerNorm(hidden_channels)
+        self.lin_out = Linear(hidden_channels, out_channels)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for module in self.children():
+            reset(module)
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: Any,
+        encoding: Tensor | None = None,
+        *,
+        return_attention_weights: bool = False,
+    ) -> Any:
+        """Node features in, node outputs out.
+
+        Args:
+            x: `[..., nodes, in_channels]`.
+            graph: a `Graph`, or what `as_graph` takes.
+            encoding: `[..., nodes, encoding_channels]`, leading dimensions broadcast; None for a model without.
+            return_attention_weights: truthy to get the weights as well.
+
+        Returns:
+            `[..., nodes, out_channels]`. With `return_attention_weights`: `(out, [weights])`, for each layer
+            `[..., *edge_shape, heads]`, before dropout.
+
+        Raises:
+            ValueError: a shape does not fit the model or the graph, or `encoding` is missing or not expected.
+            TypeError, IndexError: as `GraphMultiheadAttention`.
+        """
+        _check_features("x", x, self.in_channels)
+        nodes = x.size(-2)
+        graph = graph_between(graph, nodes, nodes)
+        x = self.lin_in(x)
+        if (encoding is None) != (self.lin_encoding is None):
+            got = "None" if encoding is None else "a tensor"
+            raise ValueError(
+                f"`encoding` must {'not be given' if self.lin_encoding is None else 'be given'} for a model with"
+                f" `encoding_channels={self.encoding_channels}`, got {got}."
+            )
+        if encoding is not None and self.lin_encoding is not None:
+            _check_features("encoding", encoding, self.encoding_channels)
+            if encoding.size(-2) != nodes:
+                raise ValueError(
+                    f"`encoding` must have shape [..., {nodes}, {self.encoding_channels}] for `x` of {nodes}"
+                    f" nodes, got {list(encoding.shape)}."
+                )
+            x = x + self.lin_encoding(encoding)
+        weights = []
+        for layer in self.layers:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(
+                    layer, x, graph, return_attention_weights=return_attention_weights, use_reentrant=False
+                )
+            else:
+                x = layer(x, graph, return_attention_weights=return_attention_weights)
+            if return_attention_weights:
+                x, alpha = x
+                weights.append(alpha)
+        x = self.lin_out(self.norm(x))
+        return (x, weights) if return_attention_weights else x
+
+
+def _check_features(name: str, x: Tensor, channels: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`{name}` must be a floating point tensor, got {got}.")
+    if x.dim() < 2 or x.size(-1) != channels:
+        raise ValueError(f"`{name}` must have shape [..., nodes, {channels}], got {list(x.shape)}.")
+
+
+class GPSConv(pyg.GPSConv):
+    r"""PyG's GPS layer, its global attention computed without padding.
+
+    $$h = \mathrm{LN}(x + \mathrm{conv}(x)) + \mathrm{LN}(x + \mathrm{Attention}(x)), \qquad
+    x' = \mathrm{LN}(h + \mathrm{MLP}(h))$$
+
+    where every node attends to all nodes of its own graph. The parameters, their names, order and initial values
+    and the results are those of `torch_geometric.nn.GPSConv`. It pads all graphs of a batch to the largest; here a
+    graph of n nodes costs n² edges, and a batch O(N + Σ n²·channels) time and O(N·channels) memory. The labels
+    in `batch` need not be sorted.
+
+    The global attention, `attn`, is a `GraphMultiheadAttention` on the edges of `CompleteGraph.from_batch(batch)`.
+    Explainers look only at the edges of `conv`, as in PyG; to explain the global edges, set `attn.explain = None`
+    and work with those that `return_attention_weights` gives.
+
+    Args:
+        channels: channels of a node, in and out.
+        conv: the local message passing layer, or None.
+        heads: number of heads of the global attention.
+        dropout: probability in [0, 1], after `conv`, after the attention and in the MLP.
+        act, act_kwargs: activation of the MLP, as PyG resolves it.
+        norm, norm_kwargs: the three norms, as PyG resolves them; None for none.
+        attn_type: "multihead", or "performer", PyG's linear attention, which pads.
+        attn_kwargs: further arguments of the attention, such as `dropout` and `bias`.
+
+    Raises:
+        NotImplementedError: `attn_kwargs` asks for keys beside those of the nodes (`add_bias_kv`,
+            `add_zero_attn`).
+
+    Example:
+        >>> from graphattn.nn import TransformerConv
+        >>> conv = GPSConv(8, TransformerConv(8, 4, heads=2), heads=2)
+        >>> edge_index, batch = torch.tensor([[0, 1, 4], [1, 0, 3]]), torch.tensor([0, 0, 1, 1, 1])
+        >>> conv(torch.randn(5, 8), edge_index, batch).shape
+        torch.Size([5, 8])
+
+    Rampášek et al., Recipe for a General, Powerful, Scalable Graph Transformer, NeurIPS 2022.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        conv: pyg.MessagePassing | None,
+        heads: int = 1,
+        dropout: float = 0.0,
+        act: Any = "relu",
+        act_kwargs: dict[str, Any] | None = None,
+        norm: Any = "batch_norm",
+        norm_kwargs: dict[str, Any] | None = None,
+        attn_type: str = "multihead",
+        attn_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs
+        )
+        if isinstance(self.attn, torch.nn.MultiheadAttention):
+            self.attn = _on_graphs(self.attn)
+            self.attn.explain = False  # its edges are not those that explainers know
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Any,
+        batch: Tensor | None = None,
+        *,
+        return_attention_weights: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Node features in, node features out.
+
+        Args:
+            x: `[nodes, channels]`.
+            edge_index: the edges of `conv`, in any form that it takes.
+            batch: integer `[nodes]`, which graph a node is in, in any order; None for one graph.
+            return_attention_weights: truthy to get the weights of the global attention as well.
+            **kwargs: further arguments of `conv`.
+
+        Returns:
+            `[nodes, channels]`. With `return_attention_weights`: `(out, (edges, alpha))`, edges int64 `[2, E]`
+            all pairs of nodes of one graph, alpha `[E, heads]`, before dropout.
+
+        Raises:
+            ValueError: `x` or `batch` has a wrong shape, or weights are asked of a "performer", which has none.
+            TypeError: `batch` is not an integer tensor.
+        """
+        _check_features("x", x, self.channels)
+        if x.dim() != 2:
+            raise ValueError(f"`x` must have shape [nodes, {self.channels}], got {list(x.shape)}.")
+        if batch is not None and not isinstance(batch, Tensor):
+            raise TypeError(f"`batch` must be a tensor of integers, got {type(batch).__name__}.")
+        if batch is not None and batch.shape != x.shape[:1]:
+            raise ValueError(
+                f"`batch` must have shape [{x.size(0)}], one label for each node of `x`, got"
+                f" {list(batch.shape)}."
+            )
+        parts = []
+        if self.conv is not None:
+            h = self.conv(x, edge_index, **kwargs)
+            h = F.dropout(h, p=self.dropout, training=self.training)
+            parts.append(self._normalised(self.norm1, h + x, batch))
+        attended, weights = self._attended(x, batch, return_attention_weights)
+        attended = F.dropout(attended, p=self.dropout, training=self.training)
+        parts.append(self._normalised(self.norm2, attended + x, batch))
+        out = sum(parts)
+        out = self._normalised(self.norm3, out + self.mlp(out), batch)
+        return (out, weights) if return_attention_weights else out
+
+    def _normalised(self, norm: Any, h: Tensor, batch: Tensor | None) -> Tensor:
+        if norm is None:
+            return h
+        return norm(h, batch=batch) if self.norm_with_batch else norm(h)
+
+    def _attended(
+        self, x: Tensor, batch: Tensor | None, return_attention_weights: bool
+    ) -> tuple[Tensor, Any]:
+        if isinstance(self.attn, GraphMultiheadAttention):
+            if batch is None:
+                graph = CompleteGraph(x.size(0)).to(x.device)
+            else:
+                graph = CompleteGraph.from_batch(batch)
+            if not return_attention_weights:
+                return self.attn(x, graph), None
+            out, alpha = self.attn(x, graph, return_attention_weights=True)
+            return out, (graph.to_edge_index(), alpha.view(-1, self.heads))
+        if return_attention_weights:
+            raise ValueError(
+                '`return_attention_weights` must be falsy with attn_type="performer", which has no weights.'
+                ' Use attn_type="multihead".'
+            )
+        if batch is None:
+            dense, mask = to_dense_batch(x)
+            return self.attn(dense, mask=mask)[mask], None
+        labels, order = batch.sort(stable=True)
+        dense, mask = to_dense_batch(x[order], labels)
+        return self.attn(dense, mask=mask)[mask][order.argsort()], None
+
+
+def _on_graphs(attention: torch.nn.MultiheadAttention) -> GraphMultiheadAttention:
+    """The same attention, with the same parameters, on graphs."""
+    if attention.bias_k is not None or attention.add_zero_attn:
+        raise NotImplementedError(
+            "GPSConv: `attn_kwargs` must not ask for `add_bias_kv` or `add_zero_attn`, keys that are no nodes."
+            " Use torch_geometric.nn.GPSConv."
+        )
+    with torch.device("meta"):  # draws no random numbers
+        on_graphs = GraphMultiheadAttention(
+            attention.embed_dim,
+            attention.num_heads,
+            dropout=attention.dropout,
+            bias=attention.in_proj_bias is not None,
+            kdim=attention.kdim,
+            vdim=attention.vdim,
+        )
+    on_graphs.load_state_dict(attention.state_dict(keep_vars=True), assign=True)
+    return on_graphs

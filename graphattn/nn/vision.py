@@ -1,0 +1,530 @@
+"""The Vision Transformer on any graph of patches, and how weights of other libraries are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Conv2d, LayerNorm, Linear, ModuleList, Parameter
+from torch_geometric.nn.inits import reset
+
+from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, global_graph, union
+from graphattn.nn.attention import check_heads
+from graphattn.nn.transformer import GraphTransformerLayer
+
+
+class VisionTransformer(torch.nn.Module):
+    r"""A Vision Transformer: an image is a graph of patches, and the graph decides who attends to whom.
+
+    $$x^0 = [\mathrm{cls}, \mathrm{reg}, \mathrm{patches} \cdot W + P], \qquad x^{l+1} = \mathrm{Layer}_l(x^l),
+    \qquad \mathrm{logits} = W_{head}\,\mathrm{pool}(\mathrm{LN}(x^L))$$
+
+    Layers are pre-norm `GraphTransformerLayer`s with GELU. With `radius=None` every token attends to every
+    token: the Vision Transformer, n² edges for n patches. With a radius a patch attends to the box of patches
+    around it (`GridGraph`, clipped at the border), n·(2·radius + 1)² edges; class and register tokens attend
+    to all tokens and all attend to them. The parameters are the same for every graph, so a trained model can be
+    made local: load its `state_dict` into one with a radius.
+
+    Images may have any size: the grid of position embeddings is resampled (bicubic, antialiased) where an image
+    has another grid of patches than it; on the same grid it is used as it is. A graph is built on the first call
+    with a size and kept; compile with `fullgraph=True` after that call.
+
+    Args:
+        image_size: height and width that the position embeddings are made for, an int or a pair.
+        patch_size: height and width of a patch, an int or a pair.
+        num_classes: outputs; 0 for the pooled features themselves.
+        in_channels: channels of an image.
+        dim: channels of a token.
+        depth: number of layers.
+        heads: number of heads; divides `dim`.
+        mlp_dim: hidden channels of the feed-forward networks.
+        radius: None for the complete graph; else the radius of the box, as `GridGraph` takes it.
+        pool: "class", the class token, or "mean", the mean over the patches.
+        class_token: have a class token.
+        registers: number of register tokens, which only carry information between the others.
+        norm_pooled: normalise after pooling, not before it (timm's `fc_norm`).
+        dropout: probability in [0, 1], as in `GraphTransformerLayer`.
+        layer_norm_eps: added to variances in the norms.
+        remainder: what to do with an image that is no whole number of patches: "error", "pad" (zeros at the
+            bottom and on the right) or "crop" (what is left over there).
+
+    Raises:
+        ValueError: a size does not fit (`image_size` to `patch_size`, `dim` to `heads`), or `pool` or
+            `remainder` is none of the words above.
+
+    Example:
+        >>> model = VisionTransformer(32, 8, 10, dim=16, depth=2, heads=2, mlp_dim=32, radius=1)
+        >>> model(torch.randn(2, 3, 32, 48)).shape
+        torch.Size([2, 10])
+        >>> model.patch_graph(4, 6)
+        SparseGraph(25 keys -> 25 queries, 209 edges)
+
+    Dosovitskiy et al., An Image is Worth 16x16 Words, ICLR 2021; registers: Darcet et al., Vision Transformers
+    Need Registers, ICLR 2024.
+    """
+
+    def __init__(
+        self,
+        image_size: int | tuple[int, int],
+        patch_size: int | tuple[int, int],
+        num_classes: int,
+        *,
+        in_channels: int = 3,
+        dim: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        mlp_dim: int = 3072,
+        radius: Any = None,
+        pool: str = "class",
+        class_token: bool = True,
+        registers: int = 0,
+        norm_pooled: bool = False,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-6,
+        remainder: str = "error",
+    ) -> None:
+        super().__init__()
+        if pool not in ("class", "mean"):
+            raise ValueError(f'`pool` must be "class" or "mean", got {pool!r}.')
+        if pool == "class" and not class_token:
+            raise ValueError('`pool` must be "mean" for a model without a class token, got "class".')
+        if remainder not in ("error", "pad", "crop"):
+            raise ValueError(f'`remainder` must be "error", "pad" or "crop", got {remainder!r}.')
+        check_heads("dim", dim, "heads", heads)
+        self.image_size, self.patch_size = _pair("image_size", image_size), _pair("patch_size", patch_size)
+        self.radius, self.pool, self.norm_pooled, self.remainder = radius, pool, norm_pooled, remainder
+        height, width = self._grid(*self.image_size)
+        GridGraph((height, width), radius)  # checks the radius
+        self._graphs: dict[tuple[int, int, str], Graph] = {}
+
+        self.patch_embedding = Conv2d(in_channels, dim, self.patch_size, self.patch_size)
+        self.class_token = Parameter(torch.empty(1, dim)) if class_token else None
+        self.register_tokens = Parameter(torch.empty(registers, dim)) if registers else None
+        self.position_embedding = Parameter(torch.empty(height, width, dim))
+        self.layers = ModuleList(
+            GraphTransformerLayer(dim, heads, mlp_dim, dropout, "gelu", layer_norm_eps, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm = LayerNorm(dim, eps=layer_norm_eps)
+        self.head = Linear(dim, num_classes) if num_classes else torch.nn.Identity()
+        self._draw_tokens()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for module in self.children():
+            reset(module)
+        self._draw_tokens()
+
+    def _draw_tokens(self) -> None:
+        for tokens in (self.class_token, self.register_tokens, self.position_embedding):
+            if tokens is not None:
+                torch.nn.init.normal_(tokens, std=0.02)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Number of tokens before the patches: the class token, then the registers."""
+        return sum(tokens.size(0) for tokens in self._prefix())
+
+    def _prefix(self) -> list[Tensor]:
+        return [tokens for tokens in (self.class_token, self.register_tokens) if tokens is not None]
+
+    def forward(self, images: Tensor, *, return_attention_weights: bool = False) -> Any:
+        """Images in, class scores out.
+
+        Args:
+            images: `[B, in_channels, H, W]`, H and W multiples of the patch (or see `remainder`).
+            return_attention_weights: truthy to get the weights as well.
+
+        Returns:
+            `[B, num_classes]`, or `[B, dim]` for `num_classes=0`. With `return_attention_weights`:
+            `(out, [weights])`, for each layer `[B, *edge_shape, heads]` in the edge layout of
+            `patch_graph(H // patch height, W // patch width)`.
+
+        Raises:
+            ValueError: `images` has a wrong shape.
+            TypeError: `images` is not a floating point tensor.
+        """
+        x = self.patch_embedding(self._whole_patches(images))
+        height, width = x.shape[-2:]
+        x = x.flatten(2).transpose(1, 2) + self._positions(height, width).flatten(0, 1)
+        prefix = [tokens.expand(x.size(0), -1, -1) for tokens in self._prefix()]
+        x = torch.cat([*prefix, x], dim=1)
+        graph = self._kept_graph(height, width, x.device)
+        weights = []
+        for layer in self.layers:
+            x = layer(x, graph, return_attention_weights=return_attention_weights)
+            if return_attention_weights:
+                x, alpha = x
+                weights.append(alpha)
+        if not self.norm_pooled:
+            x = self.norm(x)
+        x = x[:, 0] if self.pool == "class" else x[:, self.num_prefix_tokens :].mean(dim=1)
+        if self.norm_pooled:
+            x = self.norm(x)
+        out = self.head(x)
+        return (out, weights) if return_attention_weights else out
+
+    def patch_graph(self, height: int, width: int) -> Graph:
+        """The graph of an image of `height` x `width` patches.
+
+        Its nodes are the class token, the registers, then the patches row by row.
+        """
+        extra = self.num_prefix_tokens
+        nodes = extra + height * width
+        if self.radius is None:
+            return CompleteGraph(nodes)
+        grid = GridGraph((height, width), self.radius)
+        if not extra:
+            return grid
+        patches = SparseGraph.from_edge_index(grid.to_edge_index() + extra, nodes)
+        return union(patches, global_graph(nodes, range(extra)))
+
+    def _kept_graph(self, height: int, width: int, device: torch.device) -> Graph:
+        size = (height, width, str(device))
+        if size not in self._graphs:
+            self._graphs[size] = self.patch_graph(height, width).to(device)
+        return self._graphs[size]
+
+    def _positions(self, height: int, width: int) -> Tensor:
+        """The position embeddings of a grid, `[height, width, dim]`."""
+        stored = self.position_embedding
+        if stored.shape[:2] == (height, width):
+            return stored
+        planes = stored.permute(2, 0, 1).unsqueeze(0)
+        planes = planes if stored.dtype == torch.float64 else planes.float()
+        planes = F.interpolate(planes, (height, width), mode="bicubic", antialias=True)
+        return planes[0].permute(1, 2, 0).to(stored.dtype)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """How many patches an image of this size has, down and across."""
+        patch_height, patch_width = self.patch_size
+        if self.remainder == "pad":
+            return -(-height // patch_height), -(-width // patch_width)
+        if min(height // patch_height, width // patch_width) < 1 or (
+            self.remainder == "error" and (height % patch_height or width % patch_width)
+        ):
+            multiple = "at least one patch" if self.remainder == "crop" else "a whole number of patches"
+            raise ValueError(
+                f"Images must be {multiple} of {patch_height} x {patch_width} in height and width, got"
+                f' {height} x {width}. Resize them, or set `remainder` to "pad" or "crop".'
+            )
+        return height // patch_height, width // patch_width
+
+    def _whole_patches(self, images: Tensor) -> Tensor:
+        channels = self.patch_embedding.in_channels
+        if not isinstance(images, Tensor) or not images.is_floating_point():
+            got = images.dtype if isinstance(images, Tensor) else type(images).__name__
+            raise TypeError(f"`images` must be a floating point tensor, got {got}. Scale and convert pixels.")
+        if images.dim() != 4 or images.size(1) != channels or 0 in images.shape[2:]:
+            raise ValueError(
+                f"`images` must have shape [batch, {channels}, height, width], got {list(images.shape)}."
+            )
+        height, width = (n * patch for n, patch in zip(self._grid(*images.shape[-2:]), self.patch_size))
+        missing = height - images.size(2), width - images.size(3)
+        if max(missing) > 0:
+            images = F.pad(images, (0, missing[1], 0, missing[0]))
+        return images[:, :, :height, :width]
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        state_dict: Mapping[str, Tensor],
+        *,
+        heads: int,
+        image_size: int | tuple[int, int] | None = None,
+        radius: Any = None,
+        pool: str = "class",
+        remainder: str = "error",
+    ) -> VisionTransformer:
+        """A model with the weights of a Vision Transformer of timm, torchvision or Hugging Face.
+
+        On the complete graph (`radius=None`) it gives the numbers of the model that the weights are from. Sizes
+        are read off the weights, LayerNorm's eps follows the library (1e-6; Hugging Face 1e-12). timm's layer
+        scales are multiplied into the weights, and position embeddings of class and register tokens added to
+        them. Not read are Hugging Face's `pooler` and `mask_token`, which are no part of this model. The
+        weights are copied, in their dtype.
+
+        Args:
+            state_dict: weights by the names of timm's `VisionTransformer`, torchvision's `VisionTransformer`,
+                or Hugging Face's `ViTModel` and `ViTForImageClassification`.
+            heads: number of heads, which cannot be read off the weights.
+            image_size: size of the images that the weights were trained on; needed where their grid of patches
+                is no square. If the weights have another number of positions, they are those of a square.
+            radius, pool, remainder: as for a new model.
+
+        Raises:
+            ValueError: the names are of no known library, some are missing, unexpected or of a wrong shape
+                (all are listed), or the grid of position embeddings is unknown.
+            TypeError: `state_dict` is not a mapping of names to tensors.
+        """
+        if not isinstance(state_dict, Mapping) or not all(isinstance(x, Tensor) for x in state_dict.values()):
+            raise TypeError(
+                f"`state_dict` must map names to tensors, got {type(state_dict).__name__}. Pass what"
+                " model.state_dict() returns."
+            )
+        weights, names, options = _translated(state_dict)
+        patch = weights["patch_embedding.weight"]
+        patch_size = (patch.size(2), patch.size(3))
+        extra = sum(weights[name].size(0) for name in ("class_token", "register_tokens") if name in weights)
+        with_extra, grid = _position_grid(
+            weights["position_embedding"].size(0), extra, patch_size, image_size
+        )
+        _split_positions(weights, with_extra, grid)
+        with torch.device("meta"):  # no parameters are drawn
+            model = cls(
+                image_size=(grid[0] * patch_size[0], grid[1] * patch_size[1]),
+                patch_size=patch_size,
+                num_classes=weights["head.weight"].size(0) if "head.weight" in weights else 0,
+                in_channels=patch.size(1),
+                dim=patch.size(0),
+                heads=heads,
+                radius=radius,
+                pool=pool,
+                class_token="class_token" in weights,
+                registers=weights["register_tokens"].size(0) if "register_tokens" in weights else 0,
+                remainder=remainder,
+                **options,
+            )
+        wrong = [
+            f"{names.get(name, name)} {list(weights[name].shape)}, not {list(x.shape)}"
+            for name, x in model.state_dict().items()
+            if weights[name].shape != x.shape
+        ]
+        if wrong:
+            raise ValueError(f"`state_dict` must fit one Vision Transformer, got {'; '.join(wrong)}.")
+        model.load_state_dict({name: x.to(patch.dtype) for name, x in weights.items()}, assign=True)
+        return model
+
+
+class _Naming(NamedTuple):
+    """What a library calls the parts of a Vision Transformer; `{}` is the number of a layer."""
+
+    patches: str
+    class_token: str
+    positions: str
+    registers: str
+    layer: str
+    norm1: str
+    qkv: tuple[str, ...]  # one packed projection, or three: what stands before "weight" and "bias"
+    out: str
+    norm2: str
+    linear1: str
+    linear2: str
+    scales: tuple[str, ...]
+    norm: str
+    head: str
+    eps: float
+    unread: tuple[str, ...] = ()
+
+
+_TIMM = _Naming(
+    patches="patch_embed.proj.",
+    class_token="cls_token",
+    positions="pos_embed",
+    registers="reg_token",
+    layer="blocks.{}.",
+    norm1="norm1.",
+    qkv=("attn.qkv.",),
+    out="attn.proj.",
+    norm2="norm2.",
+    linear1="mlp.fc1.",
+    linear2="mlp.fc2.",
+    scales=("ls1.gamma", "ls2.gamma"),
+    norm="norm.",
+    head="head.",
+    eps=1e-6,
+)
+_TORCHVISION = _Naming(
+    patches="conv_proj.",
+    class_token="class_token",
+    positions="encoder.pos_embedding",
+    registers="",
+    layer="encoder.layers.encoder_layer_{}.",
+    norm1="ln_1.",
+    qkv=("self_attention.in_proj_",),
+    out="self_attention.out_proj.",
+    norm2="ln_2.",
+    linear1="mlp.0.",
+    linear2="mlp.3.",
+    scales=(),
+    norm="encoder.ln.",
+    head="heads.head.",
+    eps=1e-6,
+)
+_HUGGING_FACE = _Naming(
+    patches="embeddings.patch_embeddings.projection.",
+    class_token="embeddings.cls_token",
+    positions="embeddings.position_embeddings",
+    registers="",
+    layer="layers.{}.",
+    norm1="layernorm_before.",
+    qkv=("attention.q_proj.", "attention.k_proj.", "attention.v_proj."),
+    out="attention.o_proj.",
+    norm2="layernorm_after.",
+    linear1="mlp.fc1.",
+    linear2="mlp.fc2.",
+    scales=(),
+    norm="layernorm.",
+    head="classifier.",
+    eps=1e-12,
+    unread=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
+)
+_HUGGING_FACE_4 = _HUGGING_FACE._replace(  # in files of versions before 5
+    layer="encoder.layer.{}.",
+    qkv=("attention.attention.query.", "attention.attention.key.", "attention.attention.value."),
+    out="attention.output.dense.",
+    linear1="intermediate.dense.",
+    linear2="output.dense.",
+)
+
+
+def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """Weights by our names, for each of these the library's name, and options of the model that they need.
+
+    "position_embedding" is still the library's, `[positions, dim]`.
+    """
+    prefix = "vit." if any(name.startswith("vit.") for name in state_dict) else ""
+    given = {name.removeprefix(prefix): x.detach() for name, x in state_dict.items()}
+    for naming in (_TIMM, _TORCHVISION, _HUGGING_FACE, _HUGGING_FACE_4):
+        if naming.patches + "weight" in given and any(
+            name.startswith(naming.layer.format(0)) for name in given
+        ):
+            break
+    else:
+        raise ValueError(
+            "`state_dict` must have the names of a Vision Transformer of timm, torchvision or Hugging Face"
+            f" with at least one layer, got {sorted(state_dict)[:5]}."
+        )
+
+    weights: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    missing: list[str] = []
+    rest = {name: x for name, x in given.items() if name not in naming.unread}
+
+    def take(ours: str, *theirs: str, optional: bool = False) -> None:
+        absent = [name for name in theirs if name not in rest]
+        if not absent:
+            parts = [rest.pop(name) for name in theirs]
+            weights[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+            names[ours] = ", ".join(theirs)
+        elif not optional or len(absent) < len(theirs):
+            missing.extend(absent)
+
+    def in_some_layer(part: str) -> bool:
+        return any(name.endswith(part) for name in given)
+
+    def take_both(ours: str, *theirs: str) -> None:
+        for kind in ("weight", "bias"):
+            take(ours + kind, *(name + kind for name in theirs))
+
+    take_both("patch_embedding.", naming.patches)
+    take("class_token", naming.class_token, optional=naming is _TIMM)
+    take("register_tokens", naming.registers, optional=True)
+    take("position_embedding", naming.positions)
+    depth = 0
+    while any(name.startswith(naming.layer.format(depth)) for name in rest):
+        ours, theirs = f"layers.{depth}.", naming.layer.format(depth)
+        take_both(ours + "norm1.", theirs + naming.norm1)
+        take(ours + "self_attn.in_proj_weight", *(theirs + name + "weight" for name in naming.qkv))
+        take(
+            ours + "self_attn.in_proj_bias",
+            *(theirs + name + "bias" for name in naming.qkv),
+            optional=not in_some_layer(naming.qkv[0] + "bias"),
+        )
+        take_both(ours + "self_attn.out_proj.", theirs + naming.out)
+        take_both(ours + "norm2.", theirs + naming.norm2)
+        take_both(ours + "linear1.", theirs + naming.linear1)
+        take_both(ours + "linear2.", theirs + naming.linear2)
+        for scaled, name in zip(("self_attn.out_proj.", "linear2."), naming.scales):
+            take(ours + name, theirs + name, optional=not in_some_layer(name))
+            gamma = weights.pop(ours + name, None)
+            for kind in ("weight", "bias"):
+                if gamma is not None and ours + scaled + kind in weights:
+                    x = weights[ours + scaled + kind]
+                    weights[ours + scaled + kind] = x * gamma.view(-1, *[1] * (x.dim() - 1))
+        depth += 1
+    norm_pooled = naming is _TIMM and "fc_norm.weight" in rest
+    take_both("norm.", "fc_norm." if norm_pooled else naming.norm)
+    if any(name.startswith(naming.head) for name in rest):
+        take_both("head.", naming.head)
+    if missing or rest:
+        absent = [name if name.startswith(naming.head) else prefix + name for name in missing]
+        unexpected = sorted(name for name in state_dict if name.removeprefix(prefix) in rest)
+        raise ValueError(
+            f"`state_dict` must hold one Vision Transformer and nothing else; missing: {absent or 'none'},"
+            f" unexpected: {unexpected or 'none'}."
+        )
+
+    for i in range(depth):  # a projection without a bias is one with a bias of 0
+        weight = weights[f"layers.{i}.self_attn.in_proj_weight"]
+        weights.setdefault(f"layers.{i}.self_attn.in_proj_bias", weight.new_zeros(weight.size(0)))
+    for name in ("class_token", "register_tokens", "position_embedding"):  # [1, tokens, dim]
+        if name in weights:
+            if weights[name].dim() != 3 or weights[name].size(0) != 1:
+                raise ValueError(
+                    f"`state_dict` must have `{names[name]}` of shape [1, tokens, dim], got"
+                    f" {list(weights[name].shape)}."
+                )
+            weights[name] = weights[name][0]
+    if weights["patch_embedding.weight"].dim() != 4:
+        raise ValueError(
+            f"`state_dict` must have `{names['patch_embedding.weight']}` of shape [dim, channels, height,"
+            f" width], got {list(weights['patch_embedding.weight'].shape)}."
+        )
+    options = {
+        "depth": depth,
+        "mlp_dim": weights["layers.0.linear1.weight"].size(0),
+        "norm_pooled": norm_pooled,
+        "layer_norm_eps": naming.eps,
+    }
+    return weights, names, options
+
+
+def _position_grid(
+    positions: int, extra: int, patch_size: tuple[int, int], image_size: Any
+) -> tuple[bool, tuple[int, int]]:
+    """Whether the extra tokens have position embeddings too, and the grid of the others."""
+    candidates = {True: positions - extra, False: positions}  # of which the second is rare
+    if image_size is not None:
+        height, width = _pair("image_size", image_size)
+        grid = height // patch_size[0], width // patch_size[1]
+        for with_extra, patches in candidates.items():
+            if grid[0] * grid[1] == patches:
+                return with_extra, grid
+    squares = {
+        with_extra: math.isqrt(patches)
+        for with_extra, patches in candidates.items()
+        if patches > 0 and math.isqrt(patches) ** 2 == patches
+    }
+    if not squares or (len(squares) == 2 and extra):
+        got = "None" if image_size is None else f"{image_size!r}"
+        raise ValueError(
+            f"`image_size` must be the size of the images that the {positions} position embeddings ({extra} class"
+            f" and register tokens) are for, where that is not clear from their number, got {got}."
+        )
+    with_extra, side = next(iter(squares.items()))
+    return with_extra, (side, side)
+
+
+def _split_positions(weights: dict[str, Tensor], with_extra: bool, grid: tuple[int, int]) -> None:
+    """Make the position embeddings a grid, and add those of class and register tokens to the tokens."""
+    positions = weights["position_embedding"]
+    if with_extra:
+        for name in ("class_token", "register_tokens"):
+            if name in weights:
+                own, positions = positions.split(
+                    [weights[name].size(0), positions.size(0) - weights[name].size(0)]
+                )
+                weights[name] = weights[name] + own
+    weights["position_embedding"] = positions.reshape(*grid, -1).clone()
+
+
+def _pair(name: str, size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in pair):
+        raise ValueError(f"`{name}` must be a positive int or a pair (height, width) of them, got {size!r}.")
+    return pair[0], pair[1]

@@ -1,0 +1,302 @@
+"""Hugging Face models with random weights: Transformers' own eager attention is the oracle."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+import graphattn.integrations.huggingface as huggingface  # noqa: E402
+from graphattn import CompleteGraph, GridGraph, SparseGraph, WindowGraph, global_graph, union  # noqa: E402
+from graphattn.integrations.huggingface import register  # noqa: E402
+
+SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 32, "initializer_range": 0.4, "pad_token_id": 0}
+
+
+def text_model(kind, **options):
+    torch.manual_seed(1)
+    match kind:
+        case "bert":
+            config = transformers.BertConfig(**{**SMALL, **options})
+        case "llama":
+            config = transformers.LlamaConfig(num_key_value_heads=2, **{**SMALL, **options})
+        case "gemma2":  # grouped heads, softcap, sliding windows in every second layer
+            config = transformers.Gemma2Config(
+                num_key_value_heads=2,
+                head_dim=4,
+                sliding_window=3,
+                attn_logit_softcapping=0.5,
+                query_pre_attn_scalar=2,
+                **{**SMALL, **options},
+            )
+        case "t5":  # a bias that is trained
+            config = transformers.T5Config(
+                vocab_size=50,
+                d_model=16,
+                d_kv=4,
+                d_ff=32,
+                num_layers=2,
+                num_heads=4,
+                initializer_factor=2.0,
+                **options,
+            )
+        case "bart":
+            config = transformers.BartConfig(
+                vocab_size=50,
+                d_model=16,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=32,
+                decoder_ffn_dim=32,
+                init_std=0.4,
+                **options,
+            )
+    return transformers.AutoModel.from_config(config).eval()
+
+
+IDS = torch.randint(3, 50, (3, 9), generator=torch.Generator().manual_seed(0))
+PADDING = torch.ones(3, 9, dtype=torch.int64)
+PADDING[0, 6:] = 0
+PADDING[1, :2] = 0
+
+
+def results(model, implementation, **inputs):
+    """The last hidden state, every attention matrix, and every parameter's gradient."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    out = model(**inputs, output_attentions=True)
+    hidden = out.last_hidden_state
+    valid = inputs.get("attention_mask") if hidden.shape[:2] == IDS.shape else None
+    if valid is not None:
+        hidden = hidden[valid.bool()]
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    names = [name for name in out if "attentions" in name and out[name]]
+    attentions = [matrix for name in names for matrix in out[name]]
+    if valid is not None:
+        attentions = [matrix.movedim(1, -1)[valid.bool()] for matrix in attentions]
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return hidden.detach(), attentions, grads
+
+
+def assert_same(ours, expected):
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert len(ours[1]) == len(expected[1]) > 0
+    torch.testing.assert_close(ours[1], expected[1], rtol=1e-5, atol=1e-5)
+    assert ours[2].keys() == expected[2].keys()
+    for name, grad in expected[2].items():
+        torch.testing.assert_close(ours[2][name], grad, rtol=1e-4, atol=1e-5 * (1 + grad.abs().max().item()))
+
+
+@pytest.fixture
+def edges_seen(monkeypatch):
+    """The graph of every call of the operator."""
+    seen, operator = [], huggingface.graph_attention
+
+    def watched(query, key, value, graph, **options):
+        seen.append(graph)
+        return operator(query, key, value, graph, **options)
+
+    monkeypatch.setattr(huggingface, "graph_attention", watched)
+    return seen
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "llama", "gemma2", "t5", "bart"])
+def test_models_give_the_numbers_of_eager_attention(kind, padded, edges_seen):
+    register()
+    model, inputs = text_model(kind), {"input_ids": IDS}
+    if padded:
+        inputs["attention_mask"] = PADDING
+    if kind in ("t5", "bart"):
+        inputs["decoder_input_ids"] = IDS[:, :5]
+    expected = results(model, "eager", **inputs)
+    assert not edges_seen
+    assert_same(results(model, "graphattn", **inputs), expected)
+    assert len(edges_seen) == (6 if kind in ("t5", "bart") else 2)
+    if kind == "bert" and padded:  # one graph for all layers that share a mask
+        assert edges_seen[0] is edges_seen[1]
+        assert edges_seen[0].num_edges == 9 * int(PADDING.sum())
+    if kind in ("bert", "llama") and not padded:
+        assert all(isinstance(graph, CompleteGraph) for graph in edges_seen)
+
+
+def test_a_mask_that_is_added():
+    register()
+    model = text_model("bert")
+    added = torch.randn(3, 1, 9, 9)
+    inputs = {"input_ids": IDS, "attention_mask": added}
+    outs = []
+    for implementation in ("eager", "graphattn"):
+        model.set_attn_implementation(implementation)
+        outs.append(model(**inputs).last_hidden_state)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+
+
+def masked(model, allowed: Tensor):
+    """Eager attention under a mask `[queries, keys]`, True where a query may attend to the key."""
+    model.set_attn_implementation("eager")
+    bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return model(input_ids=IDS, attention_mask=bias.expand(3, 1, 9, 9)).last_hidden_state
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [WindowGraph(9, 2), union(WindowGraph(9, 1), global_graph(9, [0]))],
+    ids=["window", "window and global"],
+)
+def test_bert_on_a_graph(graph, edges_seen):
+    register("on_graph", lambda num_queries, num_keys, module: graph)
+    model = text_model("bert")
+    expected = masked(model, graph.to_mask())
+    model.set_attn_implementation("on_graph")
+    torch.testing.assert_close(model(input_ids=IDS).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+    assert edges_seen == [graph, graph]  # nothing listed, nothing copied
+    # With padding a token sees what both the graph and the mask let it see: as a sequence of its own.
+    out = model(input_ids=IDS, attention_mask=PADDING).last_hidden_state
+    prefix = graph.to_mask()[:6, :6]
+    register("prefix", lambda num_queries, num_keys, module: SparseGraph.from_mask(prefix))
+    model.set_attn_implementation("prefix")
+    alone = model(input_ids=IDS[:1, :6]).last_hidden_state
+    torch.testing.assert_close(out[:1, :6], alone, rtol=1e-5, atol=1e-5)
+
+
+def sliding(num_queries, num_keys, module):
+    return WindowGraph(num_queries, (2, 0), num_keys=num_keys, offset=num_keys - num_queries)
+
+
+def test_llama_on_a_sliding_window_generates_from_its_cache():
+    register("sliding", functools.cache(sliding))
+    model = text_model("llama")
+    model.set_attn_implementation("sliding")
+    whole = model(input_ids=IDS).last_hidden_state
+    torch.testing.assert_close(whole, masked(model, sliding(9, 9, None).to_mask()), rtol=1e-5, atol=1e-5)
+    model.set_attn_implementation("sliding")
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache, steps = transformers.DynamicCache(config=model.config), []
+    for part in IDS.split([5, 1, 1, 2], dim=1):
+        out = model(input_ids=part, **{name: cache})
+        steps.append(out.last_hidden_state)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_does_not_lift_causality():
+    register("two_sided", lambda num_queries, num_keys, module: WindowGraph(num_queries, 2))
+    model = text_model("llama")
+    expected = masked(model, WindowGraph(9, (2, 0)).to_mask())
+    model.set_attn_implementation("two_sided")
+    torch.testing.assert_close(model(input_ids=IDS).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_vit_on_its_patch_grid():
+    torch.manual_seed(1)
+    config = transformers.ViTConfig(
+        image_size=12,
+        patch_size=3,
+        **{k: v for k, v in SMALL.items() if k not in ("vocab_size", "pad_token_id")},
+    )
+    model, images = transformers.ViTModel(config).eval(), torch.randn(2, 3, 12, 12)
+    expected = results(model, "eager", pixel_values=images)
+    register()
+    assert_same(results(model, "graphattn", pixel_values=images), expected)
+    grid = GridGraph((4, 4), 1).to_edge_index() + 1
+    local = union(SparseGraph.from_edge_index(grid, 17), global_graph(17, [0]))
+    register("patches", lambda num_queries, num_keys, module: local)
+    _, attentions, _ = results(model, "patches", pixel_values=images)
+    for matrix in attentions:
+        assert torch.equal(matrix > 0, local.to_mask().expand_as(matrix))
+        torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 4, 17))
+
+
+def test_dropout_follows_training():
+    register()
+    model = text_model("bert", attention_probs_dropout_prob=1.0, hidden_dropout_prob=0.0)
+    model.set_attn_implementation("graphattn")
+    kept = model(input_ids=IDS).last_hidden_state
+    dropped = model.train()(input_ids=IDS).last_hidden_state
+    assert not torch.allclose(kept, dropped)
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.value.weight.zero_()
+            layer.attention.self.value.bias.zero_()
+    nothing = model.eval()(input_ids=IDS).last_hidden_state
+    torch.testing.assert_close(nothing, dropped)
+
+
+# --- the function itself --------------------------------------------------------------------------------
+
+
+def call(mask=None, graph=None, queries=4, keys=4, **options):
+    register("called", graph)
+    function = transformers.AttentionInterface()["called"]
+    query, key, value = torch.randn(2, 4, queries, 3), torch.randn(2, 2, keys, 3), torch.randn(2, 2, keys, 5)
+    module = torch.nn.Module()
+    return function(module, query, key, value, mask, is_causal=False, **options), (query, key, value)
+
+
+def test_masks_of_each_head_and_biases_of_each_sequence():
+    mask = torch.rand(2, 4, 4, 6) < 0.7
+    mask[..., 0] = True
+    bias = torch.randn(2, 4, 4, 6)
+    options = {"position_bias": bias, "output_attentions": True, "scaling": 0.3}
+    (out, weights), (query, key, value) = call(mask, keys=6, **options)
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (0.3 * query @ key.mT + bias).masked_fill(~mask, -torch.inf).softmax(-1)
+    torch.testing.assert_close(weights, scores)
+    torch.testing.assert_close(out, (scores @ value).transpose(1, 2))
+
+
+def test_nothing_to_attend_to():
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    mask[1, :, 2] = False
+    (out, weights), _ = call(mask, output_attentions=True)
+    assert weights.shape == (2, 4, 4, 4) and not out[1, 2].any() and not weights[1, :, 2].any()
+    (out, _), _ = call(keys=0)
+    assert out.shape == (2, 4, 4, 5) and not out.any()
+
+
+def test_a_changed_mask_is_seen():
+    register("changed")
+    function = transformers.AttentionInterface()["changed"]
+    mask, x = torch.ones(2, 1, 3, 3, dtype=torch.bool), torch.randn(2, 1, 3, 4)
+    first, _ = function(torch.nn.Module(), x, x, x, mask)
+    mask[0, 0, 0, 1:] = False
+    second, _ = function(torch.nn.Module(), x, x, x, mask)
+    torch.testing.assert_close(second[0, 0, 0], x[0, 0, 0])
+    torch.testing.assert_close(second[1], first[1])
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"s_aux": torch.ones(4)}, NotImplementedError, "does not know what `s_aux` of Module means"),
+        ({"graph": lambda q, k, m: torch.ones(2, 2)}, TypeError, "`graph` must return a Graph, got Tensor"),
+        (
+            {"graph": lambda q, k, m: CompleteGraph(3)},
+            ValueError,
+            "graph of 4 keys and 4 queries, got CompleteGraph",
+        ),
+        ({"graph": 3}, TypeError, "`graph` must be a function"),
+    ],
+)
+def test_wrong_calls(options, error, message):
+    with pytest.raises(error, match=message):
+        call(**options)
+
+
+def test_example(capsys):
+    from examples import huggingface as example
+
+    rows = example.main(["--length", "40", "--batch", "1", "--radius", "2", "--rounds", "1"])
+    assert [row.edges for row in rows] == [1600, 40 * 5 - 6, 40 * 5 - 6 + 2 * 37]
+    assert all(row.difference < 1e-5 for row in rows)
+    printed = capsys.readouterr().out
+    assert all(f"{row.graph:<14} {row.edges:>9}" in printed for row in rows)
+    with pytest.raises(SystemExit):
+        example.main(["--length", "0"])
+    assert "--length must be at least 1, got 0" in capsys.readouterr().err
