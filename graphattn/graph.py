@@ -910,6 +910,10 @@ def _bounds(ptr: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 def _ragged(kind: type[_StructuredGraph], ptr: Tensor, **rule: Any) -> Any:
     num_nodes = int(ptr[-1])
     _check_count("the number of nodes, `ptr[-1]`,", num_nodes)
+    if ptr.is_inference():  # a graph outlives the call that builds it, and must serve training too
+        with torch.inference_mode(False):
+            ptr = ptr.clone()
+            rule = {name: x.clone() if isinstance(x, Tensor) else x for name, x in rule.items()}
     graph = _fill(
         object.__new__(kind), num_queries=num_nodes, num_keys=num_nodes, device=ptr.device, ptr=ptr, **rule
     )

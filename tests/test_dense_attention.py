@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import gradgradcheck
 from torch.nn.attention.bias import causal_lower_right
 
+import graphattn.attention
 from graphattn import CompleteGraph, Graph, WindowGraph, attention_weights, graph_attention
 from tests import oracle
 
@@ -558,3 +559,102 @@ def test_peak_of_forward_and_backward(name):
     peak, operand = (int(x) for x in done.stdout.split())
     allowed = 5 * operand + 40 * 2**20  # out and three gradients, and blocks of two threads
     assert peak <= allowed, f"{peak / 2**20:.1f} MiB, allowed {allowed / 2**20:.1f}"
+
+
+# --- Faults that were found in blocks and stay fixed ---
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        CompleteGraph(300, causal=True),
+        CompleteGraph(300, num_keys=500, causal=True, offset=200),
+        CompleteGraph.from_ptr(torch.tensor([0, 300, 600]), causal=True),
+    ],
+    ids=["causal", "offset", "cliques"],
+)
+def test_any_sign_of_the_scale(graph, scale):
+    query, key, value = (
+        torch.randn(n, 2, 8, requires_grad=True) for n in (graph.num_queries, graph.num_keys, graph.num_keys)
+    )
+    scores = torch.einsum("ihd,jhd->hij", query.double(), key.double()) * scale
+    weights = scores.masked_fill(~graph.to_mask(), -math.inf).softmax(-1)
+    expected = torch.einsum("hij,jhd->ihd", weights, value.double())
+    actual = graph_attention(query, key, value, graph, scale=scale)
+    flowing = torch.randn_like(actual)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+    grads = torch.autograd.grad(actual, (query, key, value), flowing)
+    for x, y in zip(grads, torch.autograd.grad(expected, (query, key, value), flowing.double())):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("graph", [CompleteGraph(100), WindowGraph(300, 70)], ids=["complete", "window"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_autocast_casts_the_operands_and_nothing_else(graph, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        drawn = torch.randn(3, graph.num_queries, 2, 8)
+        results = []
+        for inside in (True, False):
+            operands = [(x if inside else x.bfloat16()).clone().requires_grad_() for x in drawn]
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                out, lse = graph_attention(*operands, graph, return_lse=True)
+                first = torch.autograd.grad(
+                    out.float().square().sum() + lse.sum(), operands, create_graph=True
+                )
+                second = torch.autograd.grad(sum(x.float().square().sum() for x in first), operands)
+            results.append([out, lse, *(x.bfloat16() for x in (*first, *second))])
+    finally:
+        torch.set_num_threads(before)
+    for inside, outside in zip(*results):
+        assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize(
+    "graph", [CompleteGraph(10), WindowGraph(10, 64), CompleteGraph(300), CompleteGraph(300, causal=True)]
+)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_query_whose_every_score_is_minus_infinity_gets_zero(graph, return_lse):
+    x = torch.full((graph.num_queries, 1, 8), 1e30)
+    operands = [y.clone().requires_grad_() for y in (x, -x, x)]
+    out = graph_attention(*operands, graph, return_lse=return_lse)
+    out, lse = out if return_lse else (out, None)
+    assert not out.any() and (lse is None or (lse == -math.inf).all())
+    for grad in torch.autograd.grad(out.sum(), operands):
+        assert not grad.any()
+
+
+def test_second_derivatives_in_half_precision_do_not_lose_digits_with_length():
+    drawn = [torch.rand(4096, 1, 4).bfloat16() for _ in range(3)]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        operands = [x.to(dtype).requires_grad_() for x in drawn]
+        out = graph_attention(*operands, CompleteGraph(4096))
+        first = torch.autograd.grad(out.double().exp().sum(), operands, create_graph=True)
+        results.append(torch.autograd.grad(sum(x.double().sum() for x in first), operands))
+    for half, full in zip(*results):
+        assert (half - full).abs().max() <= 8e-3 * full.abs().max()  # a rounding or two of bfloat16
+
+
+def test_vmap_maps_features_and_refuses_the_rest():
+    x, graph = torch.randn(3, 30, 2, 8), CompleteGraph(30, causal=True)
+    actual = torch.vmap(lambda x: graph_attention(x, x.sin(), x, graph))(x)
+    torch.testing.assert_close(actual, graph_attention(x, x.sin(), x, graph))
+    weights = torch.vmap(lambda x: attention_weights(x, x.sin(), graph))(x)
+    torch.testing.assert_close(weights, attention_weights(x, x.sin(), graph))
+    with pytest.raises(NotImplementedError, match="query, key and value alone"):
+        torch.vmap(lambda bias: graph_attention(x[0], x[0], x[0], graph, bias=bias))(
+            torch.randn(3, 30, 30, 2)
+        )
+
+
+def test_many_small_cliques_beside_a_large_one_go_to_the_row_kernel(monkeypatch):
+    monkeypatch.setattr(graphattn.attention, "block_attention", None)
+    graph = CompleteGraph.from_ptr(torch.tensor([*range(2001), 2500]))
+    x = torch.randn(graph.num_queries, 1, 4)
+    out = graph_attention(x, x, x, graph)
+    assert torch.equal(out[:2000], x[:2000])
+    whole = graph_attention(x[2000:], x[2000:], x[2000:], CompleteGraph(500).to_sparse())
+    torch.testing.assert_close(out[2000:], whole)

@@ -527,3 +527,21 @@ def test_edge_features_need_listed_edges():
     with pytest.raises(ValueError, match=r"graph\.to_sparse\(\)"):
         graph_attention(x, x, x, graph, **features)
     assert graph_attention(x, x, x, graph.to_sparse(), **features).shape == (6, 2, 8)
+
+
+@pytest.mark.parametrize("lengths", [[0, 3, 10, 30], [0, 100, 300]], ids=["rows", "blocks"])
+def test_a_graph_built_in_inference_mode_serves_training(lengths):
+    with torch.inference_mode():
+        ptr = torch.tensor(lengths)
+        labels = torch.arange(lengths[-1]) % 3
+        graphs = [
+            CompleteGraph.from_ptr(ptr),
+            CompleteGraph.from_batch(labels),
+            WindowGraph.from_ptr(ptr, 70),
+            SparseGraph.from_edge_index(torch.stack([labels, labels]), lengths[-1]),
+        ]
+    x = torch.randn(lengths[-1], 1, 4, requires_grad=True)
+    for graph in graphs:
+        out = graph_attention(x, x, x, graph)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        assert torch.isfinite(grad).all() and grad.any()

@@ -22,7 +22,7 @@ from torch_geometric.testing import assert_module
 from torch_geometric.utils import trim_to_layer
 
 import graphattn.nn.conv as conv_module
-from graphattn.graph import SparseGraph
+from graphattn.graph import CompleteGraph, GridGraph, SparseGraph, WindowGraph
 from graphattn.nn import TransformerConv
 from graphattn.nn.conv import accelerate
 
@@ -980,3 +980,24 @@ def test_accelerate_reaches_hetero_models(fused_calls):
     lazy = pyg.HeteroConv({kind: pyg.TransformerConv((-1, -1), 4, edge_dim=3) for kind in METADATA[1]})
     assert accelerate(lazy)(x, edges, edge_attr_dict=attr)["paper"].shape == (6, 4)
     assert len(fused_calls) == 9
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        WindowGraph(24, 2),
+        WindowGraph(24, (None, 1)),
+        CompleteGraph(24, causal=True),
+        GridGraph((4, 6), 1),
+        CompleteGraph.from_batch(torch.arange(24) % 5),
+    ],
+    ids=["window", "unbounded", "causal", "grid", "cliques"],
+)
+def test_weights_on_a_structured_graph_belong_to_its_edges(graph):
+    conv, x = TransformerConv(8, 4, heads=3), torch.randn(24, 8)
+    out, (edge_index, alpha) = conv(x, graph, return_attention_weights=True)
+    theirs = pyg.TransformerConv(8, 4, heads=3)
+    theirs.load_state_dict(conv.state_dict())
+    expected_out, (_, expected) = theirs(x, edge_index, return_attention_weights=True)
+    torch.testing.assert_close(out, expected_out)
+    torch.testing.assert_close(alpha, expected)

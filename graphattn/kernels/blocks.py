@@ -191,6 +191,26 @@ def _backward_fake(*arguments):
     return tuple(x.new_empty(x.shape) for x in (query, key, value, bias))
 
 
+def _forward_vmap(info, in_dims, *inputs):
+    """A mapped dimension of features is one more leading dimension; the rest is shared."""
+    if any(d is not None for d in in_dims[3:]):
+        raise NotImplementedError(
+            "graph_attention's kernels map over query, key and value alone under vmap; the graph,"
+            " bias and dropout seed are shared. Call it in a loop for the others."
+        )
+    features = []
+    for x, d in zip(inputs[:3], in_dims):
+        moved = x.unsqueeze(0) if d is None else x.movedim(d, 0)
+        features.append(moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1))
+    out, lse, weights = _forward(*features, *inputs[3:])
+    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (out, lse)]
+    if inputs[-1]:
+        return (*mapped, weights.unflatten(0, (info.batch_size, -1))), (0, 0, 0)
+    return (*mapped, weights), (0, 0, None)
+
+
+torch.library.register_vmap("graphattn::block_attention", _forward_vmap, lib=_library)
+
 _NO_FORWARD_MODE = (
     "graph_attention's block kernel has no forward-mode derivative. Differentiate in reverse mode"
     " (torch.autograd.grad, backward)."
@@ -255,6 +275,7 @@ torch.library.impl(_library, "block_attention", "Autograd")(_Attention.apply)
 torch.library.impl(_library, "block_attention_backward", "Autograd")(_AttentionBackward.apply)
 
 
+@torch.autocast("cpu", enabled=False)
 def _second(grads: list[Tensor], inputs: list[Any], grad_grads: list[Tensor | None]) -> list[Tensor | None]:
     """The derivative of the backward pass, block by block: of its three gradients and its four floating inputs."""
     query, key, value, bias, ptr, seed, offset, before, after, scale, softcap, dropout_p = inputs[:12]
@@ -265,7 +286,7 @@ def _second(grads: list[Tensor], inputs: list[Any], grad_grads: list[Tensor | No
         return x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
 
     given = [*grads, query, key, value] + ([] if bias is None else [bias])
-    totals = [torch.zeros_like(x) for x in given]
+    totals = [torch.zeros_like(x, dtype=_wide(query)) for x in given]
     sizes = (query.size(0), query.size(2))
     drawn = seed.item() if dropout_p > 0.0 else 0
     for _, blocks in segments(ptr, query.size(1), key.size(1), offset, before, after):
@@ -317,6 +338,7 @@ def _second(grads: list[Tensor], inputs: list[Any], grad_grads: list[Tensor | No
                 )
                 for n, (total, share) in enumerate(zip(totals, second)):
                     part(n, total).add_(share)
+    totals = [total.to(x.dtype) for total, x in zip(totals, given)]
     return [*totals, None] if bias is None else [*totals]
 
 

@@ -31,6 +31,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+@torch.autocast("cpu", enabled=False)  # scores and sums have a precision of their own
 def forward(
     query,
     key,
@@ -57,7 +58,7 @@ def forward(
     band = (offset, before, after)
 
     spans = sequences(ptr, num_queries, key.size(1), *band)
-    if _takes_flash(spans, query, value, bias, before, softcap, dropout_p, return_lse, return_weights):
+    if _takes_flash(spans, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights):
         if _is_whole(spans, query, key, offset, after):
             everything = (x.transpose(1, 2) for x in (query, key, value))
             out, lse = _flash(*everything, is_causal=after is not None, scale=scale)
@@ -111,7 +112,7 @@ def forward(
         shape = (of_query[1].stop - of_query[1].start, chunk.stop - chunk.start, keys.stop - keys.start)
         if return_lse:
             lse[b, chunk, of_query[1]] = torch.logsumexp(scores, -1).view(shape[:2]).t()
-        p = _softmax(scores, bias is not None)
+        p = _softmax(scores)
         if return_weights:
             weights[b, chunk, keys, of_query[1]] = p.view(shape).permute(1, 2, 0)
         if dropout_p > 0.0:
@@ -135,6 +136,7 @@ def forward(
     return out, lse, weights
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     grad_out, grad_lse, grad_weights, out, lse, query, key, value, bias, ptr, seed, offset, before, after, scale,
     softcap, dropout_p, return_lse, return_weights, with_bias,
@@ -151,7 +153,9 @@ def backward(
     band = (offset, before, after)
 
     spans = sequences(ptr, num_queries, key.size(1), *band)
-    by_flash = _takes_flash(spans, query, value, bias, before, softcap, dropout_p, return_lse, return_weights)
+    by_flash = _takes_flash(
+        spans, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
+    )
     if by_flash and _is_whole(spans, query, key, offset, after):
         everything = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         grads = _flash_backward(*everything, lse.transpose(1, 2), 0.0, after is not None, scale=scale)
@@ -200,7 +204,7 @@ def backward(
             k, v = (_view(x, of_key, keys)[0] for x in (key, value))
             scores, slope = _scores(q, k, block, masks, bias, of_query[1], scale, softcap)
             shape = (of_query[1].stop - of_query[1].start, chunk.stop - chunk.start, keys.stop - keys.start)
-            p = _softmax(scores, bias is not None)
+            p = _softmax(scores)
             ds = torch.bmm(g, v.mT, out=scores)
             dropped = p
             if dropout_p > 0.0:
@@ -259,12 +263,18 @@ def backward(
     )
 
 
-def _takes_flash(spans, query, value, bias, before, softcap, dropout_p, return_lse, return_weights) -> bool:
-    """Whether PyTorch's flash attention has all that is asked for; among few keys it is no faster and less exact."""
+def _takes_flash(
+    spans, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
+) -> bool:
+    """Whether PyTorch's flash attention has all that is asked for; among few keys it is no faster and less exact.
+
+    It removes edges before it multiplies by the scale, which must not turn -inf around.
+    """
     options = bias is not None or softcap or dropout_p or return_lse or return_weights
     return (
         before is None
         and not options
+        and scale > 0.0
         and query.size(3) == value.size(3)
         and any(key_end - key > _FEW_KEYS for _, _, key, key_end in spans)
     )
@@ -355,9 +365,9 @@ def _scores(q, k, block, masks, bias, heads, scale, softcap) -> tuple[Tensor, Te
     return scores, slope
 
 
-def _softmax(scores: Tensor, biased: bool) -> Tensor:
+def _softmax(scores: Tensor) -> Tensor:
     p = torch.softmax(scores, -1)
-    if biased:  # only a bias can remove every edge of a query that is in a block
+    if p[..., 0].isnan().any():  # a row of NaN: 0 where every score is -inf
         p.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
     return p
 
