@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # queries of a block
-SEGMENT = 16  # blocks of a segment, at least
+SEGMENT = 8  # blocks of a segment, at least
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? ptr, Tensor? seed, SymInt offset, int? before,"

@@ -21,8 +21,8 @@ from torch import Tensor
 from graphattn.kernels.blocks import Block, dropout_factors, missing_edges, of_block, segments, sequences
 from graphattn.kernels.threads import workers
 
-_SCORES = 2**17  # scores worked on together
-_JOBS = 32  # jobs that keep the threads busy without a cut by heads
+_SCORES = 2**18  # scores worked on together
+_JOBS = 16  # jobs that keep the threads busy without a cut by heads
 _FEW_KEYS = 256
 _QUERIES = 2048  # of one flash call, so that a single head has more than one job
 
@@ -245,7 +245,7 @@ def backward(
                     if everything
                 ]
             else:
-                size = kv_heads if batch * len(chosen) >= _JOBS else 1
+                size = min(kv_heads, -(-batch * len(chosen) * kv_heads // _JOBS))  # heads of a job
                 jobs = [
                     (range(b, b + 1), *r, blocks, 0)
                     for blocks in sorted(chosen, key=_size, reverse=True)
