@@ -141,6 +141,31 @@ def images(*shape, dtype=torch.float64):
 # --- weights of other libraries -------------------------------------------------------------------------
 
 
+def torchvision_1(m):
+    """Names before torchvision 0.13 named the parts of an MLP by number."""
+    return {
+        name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): x
+        for name, x in torchvision(m).items()
+    }
+
+
+def test_weights_that_normalise_the_mean_are_not_pooled_by_class():
+    state = timm(PlainViT(pool="mean", fc_norm=True))
+    with pytest.raises(ValueError, match='`pool` must be "mean" for weights with `fc_norm`'):
+        VisionTransformer.from_state_dict(state, heads=HEADS)
+
+
+def test_a_new_radius_takes_effect_after_a_forward():
+    options = {"dim": 16, "depth": 2, "heads": 2, "mlp_dim": 32}
+    model = VisionTransformer(32, 8, 10, **options).eval()
+    local = VisionTransformer(32, 8, 10, **options, radius=1).eval()
+    local.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.allclose(model(x), local(x))
+    model.radius = 1
+    torch.testing.assert_close(model(x), local(x))
+
+
 @pytest.mark.parametrize(
     "options, naming",
     [
@@ -153,6 +178,7 @@ def images(*shape, dtype=torch.float64):
         ({"pool": "mean", "class_token": False}, timm),
         ({}, torchvision),
         ({"pool": "mean"}, torchvision),
+        ({}, torchvision_1),
         ({"eps": 1e-12}, hugging_face),
         ({"eps": 1e-12, "qkv_bias": False}, lambda m: hugging_face(m, prefix="")),
         ({"eps": 1e-12}, lambda m: hugging_face(m, version=4)),

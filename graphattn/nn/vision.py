@@ -99,7 +99,7 @@ class VisionTransformer(torch.nn.Module):
         self.radius, self.pool, self.norm_pooled, self.remainder = radius, pool, norm_pooled, remainder
         height, width = self._grid(*self.image_size)
         GridGraph((height, width), radius)  # checks the radius
-        self._graphs: dict[tuple[int, int, str], Graph] = {}
+        self._graphs: dict[tuple[int, int, str, str], Graph] = {}
 
         self.patch_embedding = Conv2d(in_channels, dim, self.patch_size, self.patch_size)
         self.class_token = Parameter(torch.empty(1, dim)) if class_token else None
@@ -184,7 +184,7 @@ class VisionTransformer(torch.nn.Module):
         return union(patches, global_graph(nodes, range(extra)))
 
     def _kept_graph(self, height: int, width: int, device: torch.device) -> Graph:
-        size = (height, width, str(device))
+        size = (height, width, str(device), str(self.radius))
         if size not in self._graphs:
             self._graphs[size] = self.patch_graph(height, width).to(device)
         return self._graphs[size]
@@ -261,12 +261,19 @@ class VisionTransformer(torch.nn.Module):
                 (all are listed), or the grid of position embeddings is unknown.
             TypeError: `state_dict` is not a mapping of names to tensors.
         """
-        if not isinstance(state_dict, Mapping) or not all(isinstance(x, Tensor) for x in state_dict.values()):
+        if not isinstance(state_dict, Mapping) or not all(
+            isinstance(name, str) and isinstance(x, Tensor) for name, x in state_dict.items()
+        ):
             raise TypeError(
                 f"`state_dict` must map names to tensors, got {type(state_dict).__name__}. Pass what"
                 " model.state_dict() returns."
             )
         weights, names, options = _translated(state_dict)
+        if options.get("norm_pooled") and pool == "class":
+            raise ValueError(
+                '`pool` must be "mean" for weights with `fc_norm`, which normalises the mean of the patches,'
+                ' got "class".'
+            )
         patch = weights["patch_embedding.weight"]
         patch_size = (patch.size(2), patch.size(3))
         extra = sum(weights[name].size(0) for name in ("class_token", "register_tokens") if name in weights)
@@ -355,6 +362,7 @@ _TORCHVISION = _Naming(
     head="heads.head.",
     eps=1e-6,
 )
+_TORCHVISION_1 = _TORCHVISION._replace(linear1="mlp.linear_1.", linear2="mlp.linear_2.")  # older files
 _HUGGING_FACE = _Naming(
     patches="embeddings.patch_embeddings.projection.",
     class_token="embeddings.cls_token",
@@ -389,10 +397,11 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     """
     prefix = "vit." if any(name.startswith("vit.") for name in state_dict) else ""
     given = {name.removeprefix(prefix): x.detach() for name, x in state_dict.items()}
-    for naming in (_TIMM, _TORCHVISION, _HUGGING_FACE, _HUGGING_FACE_4):
-        if naming.patches + "weight" in given and any(
-            name.startswith(naming.layer.format(0)) for name in given
-        ):
+    for naming in (_TIMM, _TORCHVISION_1, _TORCHVISION, _HUGGING_FACE, _HUGGING_FACE_4):
+        first = naming.layer.format(0)
+        if naming is _TORCHVISION_1:
+            first += naming.linear1
+        if naming.patches + "weight" in given and any(name.startswith(first) for name in given):
             break
     else:
         raise ValueError(
