@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
@@ -132,6 +132,9 @@ class AddSinusoidalPE(BaseTransform):
     def forward(self, data: Data) -> Data:
         def encode(data: Data) -> Tensor:
             if data.pos is not None:
+                nodes = data.x.size(0) if isinstance(data.x, Tensor) else data.num_nodes
+                if nodes is not None and isinstance(data.pos, Tensor) and data.pos.size(0) != nodes:
+                    raise ValueError(f"`data.pos` must have {nodes} rows, got {list(data.pos.shape)}.")
                 return sinusoidal(data.pos, self.dim)
             if data.num_nodes is None:
                 raise ValueError(f"`data` must hold `pos` or say its `num_nodes`, got {data}.")
@@ -147,6 +150,9 @@ def _structure(data: Data) -> tuple[Graph, Tensor | None]:
     """The edges that the data stores, and their weights."""
     graph = as_graph(data)
     weight = data.get("edge_weight")
+    if weight is not None and (not isinstance(weight, Tensor) or weight.numel() != graph.num_edges):
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"`data.edge_weight` must have shape [{graph.num_edges}], got {got}.")
     if weight is None and data.edge_index is None:  # an adjacency stores its weights
         adjacency: Any = data.get("adj_t")
         if not isinstance(adjacency, Tensor):
@@ -174,11 +180,7 @@ def _attach(data: Data, encode: Callable[[Data], Tensor], attr_name: str | None)
             )
         if x.dim() not in (1, 2):
             raise ValueError(f"`data.x` must have shape [nodes, channels], got {list(x.shape)}.")
-    if isinstance(data, Batch):
-        graphs: Any = data.to_data_list()
-        encoding = torch.cat([encode(one) for one in graphs])
-    else:
-        encoding = encode(data)
+    encoding = _by_graph(data, encode) if data.batch is not None else encode(data)
     if attr_name is not None:
         data[attr_name] = encoding
     elif x is None:
@@ -187,6 +189,35 @@ def _attach(data: Data, encode: Callable[[Data], Tensor], attr_name: str | None)
         x = x.unsqueeze(1) if x.dim() == 1 else x
         data.x = torch.cat([x, encoding.to(x.device, x.dtype)], dim=1)
     return data
+
+
+def _by_graph(data: Data, encode: Callable[[Data], Tensor]) -> Tensor:
+    """Encode each graph of a batch alone.
+
+    As the batch is now: its own `to_data_list` cuts edges where the graphs had them when they were collated.
+    """
+    owner: Any = data.batch
+    nodes, sizes = owner.argsort(stable=True), owner.bincount().tolist()
+    graphs = [Data(num_nodes=size, x=torch.empty(size, 0, device=owner.device)) for size in sizes]
+    if data.edge_index is not None or data.get("adj_t") is not None:
+        graph, weight = _structure(data)
+        edge_index = graph.to_edge_index()
+        source, target = owner[edge_index]
+        if not torch.equal(source, target):
+            raise ValueError("`data` must not have edges between the graphs of its `batch`.")
+        starts = nodes.new_tensor([0, *sizes]).cumsum(0)
+        place = torch.empty_like(nodes)  # of a node in its graph
+        place[nodes] = torch.arange(len(nodes), device=nodes.device) - starts[owner[nodes]]
+        counts, order = source.bincount(minlength=len(sizes)).tolist(), source.argsort(stable=True)
+        for one, edges in zip(graphs, order.split(counts)):
+            one.edge_index = place[edge_index[:, edges]]
+            one.edge_weight = None if weight is None else weight[edges]
+    if data.pos is not None:
+        for one, own in zip(graphs, nodes.split(sizes)):
+            one.pos = data.pos[own]
+    encodings = [encode(one) for one in graphs] or [encode(data)]
+    encoding = torch.cat(encodings)
+    return torch.empty_like(encoding).index_copy(0, nodes, encoding)
 
 
 def _device(data: Data) -> torch.device | None:

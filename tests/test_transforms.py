@@ -204,3 +204,59 @@ def test_bad_input(kind):
     if kind is not AddSinusoidalPE:
         with pytest.raises(ValueError, match="edge_index"):
             kind(2)(Data(num_nodes=3))
+
+
+def two_paths(**more) -> Batch:
+    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    return Batch.from_data_list([Data(edge_index=edge_index, x=torch.zeros(3, 1), **more) for _ in range(2)])
+
+
+def test_a_batch_is_encoded_as_it_is_now():
+    """Not as it was when its graphs were put together."""
+    walks = AddRandomWalkPE(2)
+    looped = torch_geometric.transforms.AddSelfLoops()(two_paths())
+    # The ends stay or go with 1/2 each, the middle stays or goes either way with 1/3 each.
+    path = torch.tensor([[1 / 2, 1 / 4 + 1 / 6], [1 / 3, 1 / 9 + 2 / 6], [1 / 2, 1 / 4 + 1 / 6]])
+    torch.testing.assert_close(walks(looped).random_walk_pe, path.repeat(2, 1))
+
+    weighted = two_paths()
+    weighted.edge_weight = torch.tensor([1.0, 3, 1, 1] * 2)
+    expected = torch.tensor([[0, 3 / 4], [0, 1], [0, 1 / 4]])
+    torch.testing.assert_close(walks(weighted).random_walk_pe, expected.repeat(2, 1))
+
+    cut = two_paths()
+    cut.edge_index = cut.edge_index[
+        :, :3
+    ]  # 0 and 1 joined both ways, 1 to 2 one way; the second path has none
+    expected = torch.tensor([[0, 1 / 2], [0, 1 / 2], [0, 0], [0, 0], [0, 0], [0, 0]])
+    torch.testing.assert_close(walks(cut).random_walk_pe, expected)
+
+    placed = two_paths()
+    placed.pos = torch.arange(6.0) + 10
+    assert torch.equal(AddSinusoidalPE(2)(placed).sinusoidal_pe, sinusoidal(placed.pos, 2))
+
+    part = two_paths().subgraph(torch.tensor([0, 1, 3, 4]))
+    assert torch.equal(walks(part).random_walk_pe, torch.tensor([[0.0, 1.0]]).repeat(4, 1))
+
+    # Nodes of two graphs in turn, put together by hand.
+    mixed = Batch(batch=torch.tensor([0, 1, 0, 1]), edge_index=torch.tensor([[0, 2, 1], [2, 0, 3]]))
+    expected = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    assert torch.equal(walks(mixed).random_walk_pe, expected)
+    counted = AddSinusoidalPE(2)(mixed).sinusoidal_pe
+    assert torch.equal(counted, sinusoidal(torch.tensor([0, 0, 1, 1]), 2))
+    mixed.edge_index = torch.tensor([[0], [1]])
+    with pytest.raises(ValueError, match="between the graphs"):
+        walks(mixed)
+
+
+@pytest.mark.parametrize("weight", [torch.rand(4, 2), torch.rand(3), [1.0] * 4])
+def test_edge_weights_that_do_not_fit(weight):
+    data = two_paths()[0]
+    data.edge_weight = weight
+    with pytest.raises(ValueError, match=r"`data\.edge_weight` must have shape \[4\]"):
+        AddRandomWalkPE(2)(data)
+
+
+def test_positions_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"`data\.pos` must have 3 rows"):
+        AddSinusoidalPE(4)(Data(x=torch.zeros(3, 1), pos=torch.zeros(2, 2)))
