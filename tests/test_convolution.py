@@ -166,3 +166,14 @@ def test_bad_input():
             ConvolutionalAttention(3, 4, 3, **options)
     with pytest.raises(ValueError):
         ConvolutionalAttention(3, 4, 0)
+
+
+def test_a_convolution_with_a_forward_of_its_own_is_refused():
+    class Doubled(torch.nn.Conv2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with pytest.raises(TypeError, match="got Doubled"):
+        ConvolutionalAttention.from_conv2d(Doubled(1, 1, 3))
+    with pytest.raises(TypeError, match="complex64"):
+        ConvolutionalAttention.from_conv2d(torch.nn.Conv2d(1, 1, 3, dtype=torch.complex64))

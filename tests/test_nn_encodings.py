@@ -332,3 +332,13 @@ class TestRelativeBias:
 def test_compiles(module, inputs):
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), module(*inputs))
+
+
+def test_compiled_lookup_finds_no_row_for_a_position_outside():
+    encoding = LearnedEncoding((3, 4), 2)
+    compiled = torch.compile(encoding, fullgraph=True, backend="aot_eager")
+    inside = torch.tensor([[0, 1], [2, 3]])
+    assert torch.equal(compiled(inside), encoding(inside))
+    for outside in ([[0, 5], [0, 0]], [[0, -1], [0, 0]]):  # rows 5 and -1 exist
+        with pytest.raises((IndexError, RuntimeError)):
+            compiled(torch.tensor(outside))

@@ -448,3 +448,17 @@ def test_graphs_of_a_batch_do_not_meet(sizes):
 def test_wrong_gps(call, error, message):
     with pytest.raises(error, match=message):
         call(gps_twins()[0])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_wrong_features_are_named_before_the_norm_sees_them(norm_first):
+    layer = GraphTransformerLayer(8, 2, norm_first=norm_first)
+    with pytest.raises(ValueError, match=r"`x` must have shape \[..., nodes, 8\]"):
+        layer(torch.randn(5, 7), CompleteGraph(5))
+    with pytest.raises(TypeError, match="`x` must be floating point"):
+        layer(torch.ones(5, 8, dtype=torch.long), CompleteGraph(5))
+
+
+def test_numbers_of_channels():
+    with pytest.raises(ValueError, match="`in_channels` and `out_channels` must be at least 1, got -1"):
+        GraphTransformer(-1, 8, 2, 1, 2)

@@ -458,3 +458,20 @@ def test_a_layer_s_bias_is_missing_only_where_others_have_one():
         VisionTransformer.from_state_dict({"model": state}, heads=HEADS)
     with pytest.raises(ValueError, match="`dim` must be a positive multiple of `heads`"):
         VisionTransformer.from_state_dict(state, heads=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [("depth", -1), ("registers", -1), ("in_channels", 0), ("num_classes", -1), ("depth", 2.0)]
+)
+def test_numbers_of_things(name, n):
+    numbers = {"num_classes": 10, "dim": 16, "depth": 1, "heads": 2, "mlp_dim": 32, name: n}
+    with pytest.raises(ValueError, match=f"`{name}` must be an int of at least"):
+        VisionTransformer(32, 8, **numbers)
+
+
+@pytest.mark.parametrize("name", ["cls_token", "pos_embed"])
+def test_weights_that_would_broadcast_are_refused(name):
+    state = timm(PlainViT())
+    state[name] = state[name][..., :1]
+    with pytest.raises(ValueError, match=f"{name} with 1 channels"):
+        VisionTransformer.from_state_dict(state, heads=HEADS)

@@ -184,14 +184,7 @@ class GraphMultiheadAttention(MessagePassing):
         value = key if value is None else value
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), x in zip(widths.items(), (query, key, value)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}.")
-            if not x.is_floating_point():
-                raise TypeError(
-                    f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`."
-                )
-            if x.dim() < 2 or x.size(-1) != width:
-                raise ValueError(f"`{name}` must have shape [..., nodes, {width}], got {list(x.shape)}.")
+            check_features(name, x, width)
         if key.shape[:-2] != query.shape[:-2] or value.shape[:-1] != key.shape[:-1]:
             raise ValueError(
                 "`query`, `key` and `value` must have the same leading dimensions, and `key` and `value` as"
@@ -201,6 +194,16 @@ class GraphMultiheadAttention(MessagePassing):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.embed_dim}, heads={self.num_heads})"
+
+
+def check_features(name: str, x: Tensor, width: int) -> None:
+    """That a tensor holds features of nodes, `[..., nodes, width]`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}.")
+    if not x.is_floating_point():
+        raise TypeError(f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`.")
+    if x.dim() < 2 or x.size(-1) != width:
+        raise ValueError(f"`{name}` must have shape [..., nodes, {width}], got {list(x.shape)}.")
 
 
 def check_heads(name: str, channels: int, heads_name: str, heads: int) -> None:

@@ -146,9 +146,7 @@ class TransformerConv(pyg.TransformerConv):
             out = self._with_skip(out.view(-1, H * C) if self.concat else out.mean(dim=1), x_dst)
             if return_attention_weights:
                 alpha = attention_weights(query, key, graph, **edges)
-                if (
-                    alpha.dim() != 2
-                ):  # slots of a structured graph: those that have an edge, in the edges' order
+                if alpha.dim() > 2:  # by slots of a structured graph, of which some have no edge
                     alpha = alpha.flatten(0, 1)[graph.slots()]
 
         if not return_attention_weights:

@@ -119,11 +119,15 @@ class ConvolutionalAttention(torch.nn.Module):
             The layer, with a copy of the weights, on the device and in the dtype of `conv`.
 
         Raises:
-            TypeError: `conv` is not a `torch.nn.Conv2d`.
+            TypeError: `conv` is not a `torch.nn.Conv2d`, or computes something of its own, or is not real.
             ValueError: its stride is not 1.
         """
-        if not isinstance(conv, torch.nn.Conv2d):
-            raise TypeError(f"`conv` must be a torch.nn.Conv2d, got {type(conv).__name__}.")
+        if not isinstance(conv, torch.nn.Conv2d) or type(conv).forward is not torch.nn.Conv2d.forward:
+            raise TypeError(
+                f"`conv` must be a torch.nn.Conv2d with the forward of that class, got {type(conv).__name__}."
+            )
+        if not conv.weight.is_floating_point():
+            raise TypeError(f"`conv` must have real floating point weights, got {conv.weight.dtype}.")
         if tuple(conv.stride) != (1, 1):
             raise ValueError(
                 f"`conv` must have a stride of 1, got {conv.stride}. Take every s-th output instead."

@@ -68,6 +68,7 @@ class LearnedEncoding(torch.nn.Module):
                 f" got {list(positions.shape)}."
             )
         row = torch.zeros_like(positions[:, 0], dtype=torch.int64)
+        inside = torch.ones_like(row, dtype=torch.bool)
         for n, along in zip(self.sizes, positions.long().unbind(1)):
             if not torch.compiler.is_compiling() and along.numel():
                 low, high = torch.stack(along.aminmax()).tolist()
@@ -76,8 +77,10 @@ class LearnedEncoding(torch.nn.Module):
                         f"`positions` must lie in the interval [0, {n}), got {low if low < 0 else high}."
                         " Raise `num_positions`, or use an encoding that extrapolates."
                     )
+            inside &= (along >= 0) & (along < n)
             row = row * n + along
-        return self.weight[row]
+        # Compiled code, which cannot stop here, looks for a row that does not exist.
+        return self.weight[row.masked_fill(~inside, self.weight.size(0))]
 
     def extra_repr(self) -> str:
         return f"num_positions={self.sizes}, dim={self.weight.size(1)}"

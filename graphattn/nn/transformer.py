@@ -15,7 +15,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.utils import to_dense_batch
 
 from graphattn.graph import CompleteGraph
-from graphattn.nn.attention import GraphMultiheadAttention, check_heads, graph_between
+from graphattn.nn.attention import GraphMultiheadAttention, check_features, check_heads, graph_between
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -108,6 +108,7 @@ class GraphTransformerLayer(torch.nn.Module):
         Raises:
             ValueError, TypeError, IndexError: as `GraphMultiheadAttention`.
         """
+        check_features("x", x, self.self_attn.embed_dim)
         normed = self.norm1(x) if self.norm_first else x
         attended = self.self_attn(normed, graph, bias=bias, return_attention_weights=return_attention_weights)
         attended, weights = attended if return_attention_weights else (attended, None)
@@ -178,6 +179,10 @@ class GraphTransformer(torch.nn.Module):
                 f" {encoding_channels}."
             )
         check_heads("hidden_channels", hidden_channels, "heads", heads)
+        if min(in_channels, out_channels) < 1:
+            raise ValueError(
+                f"`in_channels` and `out_channels` must be at least 1, got {in_channels} and {out_channels}."
+            )
         self.in_channels, self.encoding_channels = in_channels, encoding_channels
         self.checkpointing = checkpointing
         self.lin_in = Linear(in_channels, hidden_channels)

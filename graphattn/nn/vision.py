@@ -95,6 +95,11 @@ class VisionTransformer(torch.nn.Module):
         if remainder not in ("error", "pad", "crop"):
             raise ValueError(f'`remainder` must be "error", "pad" or "crop", got {remainder!r}.')
         check_heads("dim", dim, "heads", heads)
+        least = {"num_classes": 0, "in_channels": 1, "depth": 0, "mlp_dim": 1, "registers": 0}
+        given = dict(zip(least, (num_classes, in_channels, depth, mlp_dim, registers)))
+        for name, n in given.items():
+            if isinstance(n, bool) or not isinstance(n, int) or n < least[name]:
+                raise ValueError(f"`{name}` must be an int of at least {least[name]}, got {n!r}.")
         self.image_size, self.patch_size = _pair("image_size", image_size), _pair("patch_size", patch_size)
         self.radius, self.pool, self.norm_pooled, self.remainder = radius, pool, norm_pooled, remainder
         height, width = self._grid(*self.image_size)
@@ -280,6 +285,13 @@ class VisionTransformer(torch.nn.Module):
         with_extra, grid = _position_grid(
             weights["position_embedding"].size(0), extra, patch_size, image_size
         )
+        # What is added to a token here must not broadcast.
+        for name in ("class_token", "register_tokens", "position_embedding"):
+            if name in weights and weights[name].size(-1) != patch.size(0):
+                raise ValueError(
+                    f"`state_dict` must fit one Vision Transformer, got {names.get(name, name)} with"
+                    f" {weights[name].size(-1)} channels, not {patch.size(0)}."
+                )
         _split_positions(weights, with_extra, grid)
         with torch.device("meta"):  # no parameters are drawn
             model = cls(
