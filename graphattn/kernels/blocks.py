@@ -9,6 +9,7 @@ out and lse: memory of a block at a time, never of all pairs. `graphattn.kernels
 derivative of its backward pass, which second derivatives ask for, is the one of the formula at the end of this file.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from graphattn.kernels.sparse import map_features
 
 BLOCK = 64  # queries of a block
 SEGMENT = 8  # blocks of a segment, at least
@@ -191,25 +194,8 @@ def _backward_fake(*arguments):
     return tuple(x.new_empty(x.shape) for x in (query, key, value, bias))
 
 
-def _forward_vmap(info, in_dims, *inputs):
-    """A mapped dimension of features is one more leading dimension; the rest is shared."""
-    if any(d is not None for d in in_dims[3:]):
-        raise NotImplementedError(
-            "graph_attention's kernels map over query, key and value alone under vmap; the graph,"
-            " bias and dropout seed are shared. Call it in a loop for the others."
-        )
-    features = []
-    for x, d in zip(inputs[:3], in_dims):
-        moved = x.unsqueeze(0) if d is None else x.movedim(d, 0)
-        features.append(moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1))
-    out, lse, weights = _forward(*features, *inputs[3:])
-    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (out, lse)]
-    if inputs[-1]:
-        return (*mapped, weights.unflatten(0, (info.batch_size, -1))), (0, 0, 0)
-    return (*mapped, weights), (0, 0, None)
-
-
-torch.library.register_vmap("graphattn::block_attention", _forward_vmap, lib=_library)
+_vmap = functools.partial(map_features, _forward)
+torch.library.register_vmap("graphattn::block_attention", _vmap, lib=_library)
 
 _NO_FORWARD_MODE = (
     "graph_attention's block kernel has no forward-mode derivative. Differentiate in reverse mode"

@@ -60,7 +60,7 @@ def define(
     _library.impl(f"{name}_backward", backward, "CPU")
     _library.impl(name, functools.partial(_Attention.apply, operator), "Autograd")
     _library.impl(f"{name}_backward", functools.partial(_AttentionBackward.apply, operator), "Autograd")
-    fake, vmap = functools.partial(_forward_fake, operator), functools.partial(_forward_vmap, operator)
+    fake, vmap = functools.partial(_forward_fake, operator), functools.partial(map_features, operator.forward)
     torch.library.register_fake(f"graphattn::{name}", fake, lib=_library)
     torch.library.register_fake(f"graphattn::{name}_backward", _backward_fake, lib=_library)
     torch.library.register_vmap(f"graphattn::{name}", vmap, lib=_library)
@@ -95,8 +95,11 @@ def _backward_fake(*arguments):
     )
 
 
-def _forward_vmap(operator: _Operator, info, in_dims, *inputs):
-    """A mapped dimension of features is one more leading dimension; graph and options are shared."""
+def map_features(forward: Callable, info, in_dims, *inputs):
+    """The vmap rule: a mapped dimension of features is one more leading dimension, graph and options are shared.
+
+    The operator's last input says whether there is a last output, the weights.
+    """
     if any(d is not None and not isinstance(d, list) for d in in_dims[3:]):
         raise NotImplementedError(
             "graph_attention's kernels map over query, key and value alone under vmap; the graph,"
@@ -106,9 +109,10 @@ def _forward_vmap(operator: _Operator, info, in_dims, *inputs):
     for i in range(3):
         moved = inputs[i].unsqueeze(0) if in_dims[i] is None else inputs[i].movedim(in_dims[i], 0)
         inputs[i] = moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1)
-    outputs = operator.forward(*inputs)
-    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:4])]
-    return (*mapped, *outputs[len(mapped) :]), tuple([0] * len(mapped) + [None] * (5 - len(mapped)))
+    outputs = forward(*inputs)
+    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:-1])]
+    rest = outputs[len(mapped) :]
+    return (*mapped, *rest), (*(0 for _ in mapped), *(None for _ in rest))
 
 
 def _spread(grads: Sequence[Tensor], inputs: Sequence) -> list[Tensor | None]:
