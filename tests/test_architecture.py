@@ -55,7 +55,7 @@ except ImportError as error:
     print(error)
 """
     )
-    assert "pip install 'transformers>=5'" in python(script)
+    assert "pip install 'transformers>=5.2'" in python(script)
 
 
 def test_importing_loads_nothing_that_it_does_not_need():

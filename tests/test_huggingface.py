@@ -22,6 +22,20 @@ def text_model(kind, **options):
     match kind:
         case "bert":
             config = transformers.BertConfig(**{**SMALL, **options})
+        case "gpt2":  # keeps `output_attentions` from its attention layers, as OPT does
+            config = transformers.GPT2Config(
+                vocab_size=50,
+                n_embd=16,
+                n_layer=2,
+                n_head=4,
+                initializer_range=0.4,
+                bos_token_id=1,
+                eos_token_id=2,
+                **options,
+            )
+        case "opt":
+            sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 32, "init_std": 0.4}
+            config = transformers.OPTConfig(vocab_size=50, hidden_size=16, word_embed_proj_dim=16, **sizes)
         case "llama":
             config = transformers.LlamaConfig(num_key_value_heads=2, **{**SMALL, **options})
         case "gemma2":  # grouped heads, softcap, sliding windows in every second layer
@@ -107,7 +121,7 @@ def edges_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", ["bert", "llama", "gemma2", "t5", "bart"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "opt", "llama", "gemma2", "t5", "bart"])
 def test_models_give_the_numbers_of_eager_attention(kind, padded, edges_seen):
     register()
     model, inputs = text_model(kind), {"input_ids": IDS}
@@ -124,6 +138,36 @@ def test_models_give_the_numbers_of_eager_attention(kind, padded, edges_seen):
         assert edges_seen[0].num_edges == 9 * int(PADDING.sum())
     if kind in ("bert", "llama") and not padded:
         assert all(isinstance(graph, CompleteGraph) for graph in edges_seen)
+
+
+def test_attention_is_recorded_only_where_it_is_asked_for(monkeypatch):
+    calls, weights_of = [], huggingface.attention_weights
+    monkeypatch.setattr(
+        huggingface, "attention_weights", lambda *a, **options: calls.append(1) or weights_of(*a, **options)
+    )
+    register()
+    for model in (text_model("gpt2"), text_model("bert")):
+        model.set_attn_implementation("graphattn")
+        assert model(input_ids=IDS, output_hidden_states=True).attentions is None and not calls
+        asked = model(input_ids=IDS, output_attentions=True)
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+        model.set_attn_implementation("graphattn")
+        for recorded in (asked, model(input_ids=IDS)):
+            assert [tuple(matrix.shape) for matrix in recorded.attentions] == [(3, 4, 9, 9)] * 2
+        assert len(calls) == 4
+        calls.clear()
+
+
+def test_gpt2_attends_to_an_encoder_and_gives_its_weights():
+    model = text_model("gpt2", add_cross_attention=True)
+    register()
+    encoded = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(2))
+    for mask in (None, torch.arange(7) < torch.tensor([[7], [4], [1]])):
+        inputs = {"input_ids": IDS, "encoder_hidden_states": encoded, "encoder_attention_mask": mask}
+        expected = results(model, "eager", **inputs)
+        assert_same(results(model, "graphattn", **inputs), expected)
+        assert [tuple(matrix.shape) for matrix in expected[1]] == 2 * [(3, 4, 9, 9)] + 2 * [(3, 4, 9, 7)]
 
 
 def test_a_mask_that_is_added():

@@ -75,13 +75,19 @@ def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | 
             AttentionMaskInterface,
         )
         from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
+        from transformers.utils import output_capturing  # pyright: ignore[reportMissingImports]
+
+        recorded = output_capturing._active_collector
+    except (ImportError, AttributeError) as error:
         raise ImportError(
-            "graphattn.integrations.huggingface needs Transformers 5: pip install 'transformers>=5'."
+            "graphattn.integrations.huggingface needs Transformers 5.2 or newer:"
+            " pip install 'transformers>=5.2'."
         ) from error
     kept = WeakIdKeyDictionary()  # mask, or graph where there is none -> what it leaves of the graphs
 
     def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
+        if not options.get("output_attentions"):
+            options["output_attentions"] = _records_attention(recorded, module)
         return _attention(
             module, query, key, value, attention_mask, dropout, scaling, graph=graph, kept=kept, **options
         )
@@ -149,13 +155,24 @@ def _attention(
     scores: dict[str, Any] = {"bias": bias, "scale": scaling, "softcap": softcap}
     out: Any = graph_attention(query, key, value, edges, dropout_p=dropout, **scores)
     out = out.reshape(batch, num_queries, heads, -1)
-    wanted = options.get("output_attentions")
-    if wanted is None:
-        wanted = getattr(getattr(module, "config", None), "output_attentions", False)
-    if not wanted:
+    if not options.get("output_attentions"):
         return out, None
     weights = attention_weights(query, key, edges, **scores).to(out.dtype)
     return out, _dense(weights, edges, packed, (batch, num_queries, num_keys, heads))
+
+
+def _records_attention(recorded: Any, module: Any) -> bool:
+    """Whether the call of the model that `module` is in was asked for `output_attentions`.
+
+    Models may keep the argument to themselves (GPT-2, OPT): then only what hooks record in this call tells.
+    """
+    if torch.compiler.is_compiling() and not recorded.compiling:  # the call of the model lies outside
+        records = None
+    else:
+        records = recorded.get()
+    if records is None:
+        return bool(getattr(getattr(module, "config", None), "output_attentions", False))
+    return any("attentions" in name for name in records)
 
 
 def _checked(graph: Any, num_queries: int, num_keys: int) -> Graph:
@@ -191,7 +208,7 @@ def _edges(
     anchor = chosen if allowed is None else allowed
     version = None
     if isinstance(anchor, Tensor):
-        version = None if anchor.is_inference() or torch.compiler.is_compiling() else anchor._version
+        version = None if torch.compiler.is_compiling() or anchor.is_inference() else anchor._version
     reusable = isinstance(anchor, Graph) or version is not None
     state = (version, None if anchor is chosen else chosen, causal, sequences)
     found = kept.get(anchor) if reusable else None
