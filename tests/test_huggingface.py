@@ -326,11 +326,52 @@ def test_a_changed_mask_is_seen():
             "graph of 4 keys and 4 queries, got CompleteGraph",
         ),
         ({"graph": 3}, TypeError, "`graph` must be a function"),
+        ({"mask": torch.ones(2, 1, 4, 4).long()}, TypeError, r"`attention_mask` must be .* got torch.int64"),
+        (
+            {"mask": torch.ones(2, 4)},
+            ValueError,
+            r"`attention_mask` must have .*\[2, 4, 4, 4\].*got \[2, 4\]",
+        ),
+        ({"mask": torch.ones(3, 1, 4, 4)}, ValueError, r"`attention_mask` must .*got \[3, 1, 4, 4\]"),
+        ({"mask": torch.ones(2, 1, 4, 5).bool()}, ValueError, r"`attention_mask` must .*got \[2, 1, 4, 5\]"),
+        ({"position_bias": torch.ones(1, 2, 4, 4)}, ValueError, r"`position_bias` must .*got \[1, 2, 4, 4\]"),
     ],
 )
 def test_wrong_calls(options, error, message):
     with pytest.raises(error, match=message):
         call(**options)
+
+
+@pytest.mark.parametrize("name", ["eager", "my_sdpa", "flash2", "paged|x", "org/kernel", "", 3, None])
+def test_names_that_transformers_treats_otherwise(name):
+    with pytest.raises(TypeError if not isinstance(name, str) else ValueError, match="`name` must be"):
+        register(name)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 6), (2, 1, 1, 6), (1, 4, 4, 1), (2, 4, 4, 6)])
+@pytest.mark.parametrize("kind", ["bool", "added", "position_bias"])
+def test_every_mask_that_broadcasts(shape, kind):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    x = x > -1 if kind == "bool" else x
+    options = {"position_bias": x} if kind == "position_bias" else {"mask": x}
+    (out, weights), (query, key, value) = call(keys=6, output_attentions=True, **options)
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = query @ key.mT * 3**-0.5
+    scores = scores.masked_fill(~x, -torch.inf) if kind == "bool" else scores + x
+    expected = scores.softmax(-1).nan_to_num()  # a row of -inf has no edge
+    torch.testing.assert_close(weights, expected)
+    torch.testing.assert_close(out, (expected @ value).transpose(1, 2))
+
+
+def test_compiled_models():
+    model = text_model("gpt2")
+    register()
+    model.set_attn_implementation("graphattn")
+    with torch.no_grad():
+        expected = model(input_ids=IDS, attention_mask=PADDING, use_cache=False).last_hidden_state
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        out = compiled(input_ids=IDS, attention_mask=PADDING, use_cache=False).last_hidden_state
+    torch.testing.assert_close(out, expected)
 
 
 def test_example(capsys):

@@ -353,6 +353,23 @@ def test_copies_and_half_precision():
         torch.testing.assert_close(model(x).float(), expected, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"radius": 1}, {"radius": (0, 2), "registers": 2}, {"radius": None}], ids=str
+)
+def test_export_with_any_number_of_images(options, called_before):
+    model = small(**options).eval()
+    x = torch.randn(7, 3, 8, 8)
+    expected = copy.deepcopy(model)(x)
+    if called_before:
+        model(x)
+    batch = {0: torch.export.Dim("batch", min=1, max=64)}
+    exported = torch.export.export(model, (x[:3],), dynamic_shapes=(batch,)).module()
+    for n in (1, 3, 7):
+        torch.testing.assert_close(exported(x[:n]), expected[:n])
+    torch.testing.assert_close(model(x), expected)  # tracing left nothing behind
+
+
 def test_compile_after_the_first_call():
     for radius in (None, 1):
         model, x = small(radius=radius), torch.randn(2, 3, 8, 8)
@@ -428,7 +445,7 @@ def without(state, *names):
         ),
         (lambda s: s | {"dist_token": s["cls_token"]}, r"missing: none, unexpected: \['dist_token'\]"),
         (lambda s: without(s, "cls_token"), r"17 position embeddings \(0 class and register tokens\)"),
-        (lambda s: s | {"cls_token": s["cls_token"][0]}, r"`cls_token` of shape \[1, tokens, dim\]"),
+        (lambda s: s | {"cls_token": s["cls_token"][0]}, r"got cls_token \[1, 12\], not \[1, 1, 12\]"),
         (
             lambda s: s | {"blocks.1.mlp.fc1.weight": s["blocks.1.mlp.fc1.weight"][:7]},
             r"got blocks.1.mlp.fc1.weight \[7, 12\], not \[20, 12\]",
@@ -460,6 +477,61 @@ def test_a_layer_s_bias_is_missing_only_where_others_have_one():
         VisionTransformer.from_state_dict(state, heads=5)
 
 
+DAMAGE = {
+    "one more dimension": lambda x: x.unsqueeze(-1),
+    "no dimension": lambda x: x.flatten()[0],
+    "one row more": lambda x: torch.cat([x, x[:1]]),
+    "no row": lambda x: x[:0],
+    "integers": lambda x: x.long(),
+    "complex": lambda x: x.to(torch.complex64),
+    "sparse": lambda x: x.to_sparse(),
+    "a list": lambda x: x.tolist(),
+    "on another device": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "naming", [lambda: timm(PlainViT(scales=True, registers=2)), lambda: hugging_face(PlainViT(), 4)]
+)
+def test_every_weight_is_checked(naming, damage):
+    state = {name: x.detach() for name, x in naming().items()}
+    for name, x in state.items():
+        error = TypeError if damage in ("integers", "complex", "sparse", "a list") else ValueError
+        # the sizes of the patches' and the first network's weights are those that others must fit
+        culprit = name.rsplit(".", 2 if "fc1" in name or "intermediate" in name else 1)[0]
+        if damage == "on another device":
+            culprit = r"be on one device, got \['cpu', 'meta'\]"
+        elif "patch_embed" in name:
+            culprit = ""
+        with pytest.raises(error, match=f"`state_dict` must .*{culprit}"):
+            VisionTransformer.from_state_dict(state | {name: DAMAGE[damage](x)}, heads=HEADS)
+
+
+def test_weights_of_mixed_precision_lose_nothing():
+    m = PlainViT()
+    state = {name: x.half() if "norm" not in name else x.float() for name, x in timm(m).items()}
+    model = VisionTransformer.from_state_dict(state, heads=HEADS)
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
+    assert torch.equal(model.norm.weight, m.norm.weight.float())
+    state = {name: x.bfloat16() if "norm" in name else x.half() for name, x in timm(m).items()}
+    model = VisionTransformer.from_state_dict(state, heads=HEADS)
+    assert torch.equal(model.head.weight, m.head.weight.half().float())
+
+
+def test_namings_do_not_mix():
+    state = timm(PlainViT())
+    with pytest.raises(ValueError, match=r"missing: none, unexpected: \['classifier.bias'"):
+        VisionTransformer.from_state_dict(hugging_face(PlainViT(), prefix="") | state, heads=HEADS)
+    twice = hugging_face(PlainViT()) | hugging_face(PlainViT(), prefix="")
+    with pytest.raises(ValueError, match=r"embeddings.cls_token'.* both with and without 'vit.'"):
+        VisionTransformer.from_state_dict(twice, heads=HEADS)
+    with pytest.raises(ValueError, match=r"must have the names .* got \['0.attn.proj.bias'"):
+        VisionTransformer.from_state_dict(
+            {k.removeprefix("blocks."): x for k, x in state.items()}, heads=HEADS
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "n"), [("depth", -1), ("registers", -1), ("in_channels", 0), ("num_classes", -1), ("depth", 2.0)]
 )
@@ -473,5 +545,5 @@ def test_numbers_of_things(name, n):
 def test_weights_that_would_broadcast_are_refused(name):
     state = timm(PlainViT())
     state[name] = state[name][..., :1]
-    with pytest.raises(ValueError, match=f"{name} with 1 channels"):
+    with pytest.raises(ValueError, match=rf"got {name} \[1, \d+, 1\], not \[1, (1|any), 12\]"):
         VisionTransformer.from_state_dict(state, heads=HEADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,9 @@ _HARMLESS = {
     "use_cache",
 }
 
+# Transformers looks for these in a name, and for the punctuation of an address on its hub.
+_RESERVED = ("eager", "flash", "flex", "paged", "sdpa")
+
 
 def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | None = None) -> None:
     """Make graph attention an attention implementation of Transformers, under `name`.
@@ -45,6 +49,9 @@ def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | 
     padding the graph is used as it is. Grouped heads, dropout, `softcap`, `position_bias` and
     `output_attentions` (weights before dropout) are honoured.
 
+    A few models (Bloom, Falcon, MPNet, DeBERTa) have attention that cannot be replaced: `set_attn_implementation`
+    warns and leaves them as they are.
+
     Args:
         name: what to call the implementation; an earlier one of that name is replaced.
         graph: `(num_queries, num_keys, module) -> Graph`, called in every attention layer. When a model generates
@@ -52,11 +59,13 @@ def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | 
             (`functools.cache`), so that it is built once.
 
     Raises:
-        ImportError: Transformers is not installed.
-        TypeError: `graph` is not a function.
+        ImportError: Transformers is not installed, or older than 5.2.
+        TypeError: `graph` is not a function, or `name` not a string.
+        ValueError: Transformers treats `name` in a way of its own.
 
     The implementation itself raises NotImplementedError for an argument that would change the result and that it
-    does not know, and ValueError or TypeError for what `graph` returns that is no graph of these sizes.
+    does not know, and ValueError or TypeError for what `graph` returns that is no graph of these sizes, and for
+    a mask or a `position_bias` that does not fit the queries and keys.
 
     Example:
         >>> from graphattn import WindowGraph
@@ -65,6 +74,14 @@ def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | 
         >>> register("window128", window)  # doctest: +SKIP
         >>> model.set_attn_implementation("window128")  # doctest: +SKIP
     """
+    if not isinstance(name, str):
+        raise TypeError(f"`name` must be a string, got {type(name).__name__}.")
+    if not re.fullmatch(r"[\w.-]+", name) or any(word in name for word in _RESERVED):
+        raise ValueError(
+            "`name` must be of letters, digits, `_`, `.` and `-`, without"
+            f" {', '.join(f'{word!r}' for word in _RESERVED)}, which Transformers treats in ways of its own, got"
+            f" {name!r}."
+        )
     if graph is not None and not callable(graph):
         raise TypeError(
             f"`graph` must be a function (num_queries, num_keys, module) -> Graph, got {type(graph).__name__}."
@@ -126,6 +143,8 @@ def _attention(
         is_causal = getattr(module, "is_causal", True)
     causal = mask is None and num_queries > 1 and bool(is_causal)
 
+    for argument, x in (("attention_mask", mask), ("position_bias", position_bias)):
+        _check_broadcasts(argument, x, (batch, heads, num_queries, num_keys))
     # A bool mask for all heads takes edges away, any other is added to the scores.
     added = [] if position_bias is None else [position_bias]
     allowed = mask if mask is not None and mask.dtype == torch.bool and mask.size(1) == 1 else None
@@ -173,6 +192,22 @@ def _records_attention(recorded: Any, module: Any) -> bool:
     if records is None:
         return bool(getattr(getattr(module, "config", None), "output_attentions", False))
     return any("attentions" in name for name in records)
+
+
+def _check_broadcasts(name: str, x: Any, shape: tuple[int, int, int, int]) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.dtype == torch.bool):
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(
+            f"`{name}` must be None or a tensor, bool (True = may attend) or floating point (added to the"
+            f" scores), got {got}."
+        )
+    if x.dim() != 4 or any(size not in (1, full) for size, full in zip(x.shape, shape)):
+        raise ValueError(
+            f"`{name}` must have shape [batch, heads, queries, keys] = {list(shape)}, any of them 1, got"
+            f" {list(x.shape)}."
+        )
 
 
 def _checked(graph: Any, num_queries: int, num_keys: int) -> Graph:

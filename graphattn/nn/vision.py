@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import Conv2d, LayerNorm, Linear, ModuleList, Parameter
 from torch_geometric.nn.inits import reset
 
-from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, global_graph, union
+from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph
 from graphattn.nn.attention import check_heads
 from graphattn.nn.transformer import GraphTransformerLayer
 
@@ -31,7 +32,8 @@ class VisionTransformer(torch.nn.Module):
 
     Images may have any size: the grid of position embeddings is resampled (bicubic, antialiased) where an image
     has another grid of patches than it; on the same grid it is used as it is. A graph is built on the first call
-    with a size and kept; compile with `fullgraph=True` after that call.
+    with a size and kept; compile with `fullgraph=True` after that call. `torch.export` needs no call before, but
+    a model exported without one builds its graph anew in every call.
 
     Args:
         image_size: height and width that the position embeddings are made for, an int or a pair.
@@ -185,14 +187,21 @@ class VisionTransformer(torch.nn.Module):
         grid = GridGraph((height, width), self.radius)
         if not extra:
             return grid
-        patches = SparseGraph.from_edge_index(grid.to_edge_index() + extra, nodes)
-        return union(patches, global_graph(nodes, range(extra)))
+        # By arithmetic alone, which torch.export can trace: patches, then all -> extra, then extra -> patches.
+        every, tokens, patches = torch.arange(nodes), torch.arange(extra), torch.arange(extra, nodes)
+        edges = [grid.to_edge_index() + extra, torch.cartesian_prod(every, tokens).T]
+        edges = torch.cat([*edges, torch.cartesian_prod(tokens, patches).T], dim=1)
+        order = torch.argsort(edges[1] * nodes + edges[0])
+        return SparseGraph.from_edge_index(edges[:, order], nodes)
 
     def _kept_graph(self, height: int, width: int, device: torch.device) -> Graph:
         size = (height, width, str(device), str(self.radius))
-        if size not in self._graphs:
-            self._graphs[size] = self.patch_graph(height, width).to(device)
-        return self._graphs[size]
+        kept = self._graphs.get(size)
+        if kept is None:
+            kept = self.patch_graph(height, width).to(device)
+            if not torch.compiler.is_compiling():  # what a tracer sees is no graph to keep
+                self._graphs[size] = kept
+        return kept
 
     def _positions(self, height: int, width: int) -> Tensor:
         """The position embeddings of a grid, `[height, width, dim]`."""
@@ -251,7 +260,7 @@ class VisionTransformer(torch.nn.Module):
         are read off the weights, LayerNorm's eps follows the library (1e-6; Hugging Face 1e-12). timm's layer
         scales are multiplied into the weights, and position embeddings of class and register tokens added to
         them. Not read are Hugging Face's `pooler` and `mask_token`, which are no part of this model. The
-        weights are copied, in their dtype.
+        weights are copied, in the dtype that holds all of theirs.
 
         Args:
             state_dict: weights by the names of timm's `VisionTransformer`, torchvision's `VisionTransformer`,
@@ -264,17 +273,10 @@ class VisionTransformer(torch.nn.Module):
         Raises:
             ValueError: the names are of no known library, some are missing, unexpected or of a wrong shape
                 (all are listed), or the grid of position embeddings is unknown.
-            TypeError: `state_dict` is not a mapping of names to tensors.
+            TypeError: `state_dict` is not a mapping of names to dense floating point tensors.
         """
-        if not isinstance(state_dict, Mapping) or not all(
-            isinstance(name, str) and isinstance(x, Tensor) for name, x in state_dict.items()
-        ):
-            raise TypeError(
-                f"`state_dict` must map names to tensors, got {type(state_dict).__name__}. Pass what"
-                " model.state_dict() returns."
-            )
-        weights, names, options = _translated(state_dict)
-        if options.get("norm_pooled") and pool == "class":
+        weights, options = _translated(state_dict)
+        if options["norm_pooled"] and pool == "class":
             raise ValueError(
                 '`pool` must be "mean" for weights with `fc_norm`, which normalises the mean of the patches,'
                 ' got "class".'
@@ -285,13 +287,6 @@ class VisionTransformer(torch.nn.Module):
         with_extra, grid = _position_grid(
             weights["position_embedding"].size(0), extra, patch_size, image_size
         )
-        # What is added to a token here must not broadcast.
-        for name in ("class_token", "register_tokens", "position_embedding"):
-            if name in weights and weights[name].size(-1) != patch.size(0):
-                raise ValueError(
-                    f"`state_dict` must fit one Vision Transformer, got {names.get(name, name)} with"
-                    f" {weights[name].size(-1)} channels, not {patch.size(0)}."
-                )
         _split_positions(weights, with_extra, grid)
         with torch.device("meta"):  # no parameters are drawn
             model = cls(
@@ -308,14 +303,7 @@ class VisionTransformer(torch.nn.Module):
                 remainder=remainder,
                 **options,
             )
-        wrong = [
-            f"{names.get(name, name)} {list(weights[name].shape)}, not {list(x.shape)}"
-            for name, x in model.state_dict().items()
-            if weights[name].shape != x.shape
-        ]
-        if wrong:
-            raise ValueError(f"`state_dict` must fit one Vision Transformer, got {'; '.join(wrong)}.")
-        model.load_state_dict({name: x.to(patch.dtype) for name, x in weights.items()}, assign=True)
+        model.load_state_dict(weights, assign=True)
         return model
 
 
@@ -402,13 +390,22 @@ _HUGGING_FACE_4 = _HUGGING_FACE._replace(  # in files of versions before 5
 )
 
 
-def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Weights by our names, for each of these the library's name, and options of the model that they need.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights by our names, checked, and options of the model that they need.
 
     "position_embedding" is still the library's, `[positions, dim]`.
     """
+    _check_mapping(state_dict)
     prefix = "vit." if any(name.startswith("vit.") for name in state_dict) else ""
     given = {name.removeprefix(prefix): x.detach() for name, x in state_dict.items()}
+    if len(given) < len(state_dict):
+        twice = sorted(name for name in given if name in state_dict and prefix + name in state_dict)
+        raise ValueError(
+            f"`state_dict` must hold one Vision Transformer, got {twice} both with and without {prefix!r}."
+        )
     for naming in (_TIMM, _TORCHVISION_1, _TORCHVISION, _HUGGING_FACE, _HUGGING_FACE_4):
         first = naming.layer.format(0)
         if naming is _TORCHVISION_1:
@@ -421,47 +418,69 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
             f" with at least one layer, got {sorted(state_dict)[:5]}."
         )
 
+    def leading(name: str) -> int | None:  # of a shape that others depend on; None where there is none
+        return given[name].size(0) if name in given and given[name].dim() else None
+
+    dim = leading(naming.patches + "weight")
+    mlp_dim = leading(naming.layer.format(0) + naming.linear1 + "weight")
+    # The one that holds them all: files may keep norms in float32 beside float16.
+    dtypes = [x.dtype for x in given.values() if x.dtype in _DTYPES] or [torch.float32]
+    dtype = functools.reduce(torch.promote_types, dtypes)
     weights: dict[str, Tensor] = {}
-    names: dict[str, str] = {}
     missing: list[str] = []
+    strange: list[str] = []
+    wrong: list[str] = []
     rest = {name: x for name, x in given.items() if name not in naming.unread}
 
-    def take(ours: str, *theirs: str, optional: bool = False) -> None:
+    def full_name(name: str) -> str:
+        return name if name in state_dict or name.startswith(naming.head) else prefix + name
+
+    def take(ours: str, *theirs: str, shape: tuple[int | None, ...], optional: bool = False) -> None:
+        """Move weights of that shape each, None for any size, from `rest` to `weights`."""
         absent = [name for name in theirs if name not in rest]
-        if not absent:
-            parts = [rest.pop(name) for name in theirs]
-            weights[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-            names[ours] = ", ".join(theirs)
-        elif not optional or len(absent) < len(theirs):
-            missing.extend(absent)
+        if absent:
+            if not optional or len(absent) < len(theirs):
+                missing.extend(absent)
+            return
+        parts = [rest.pop(name) for name in theirs]
+        for name, x in zip(theirs, parts):
+            if x.dtype not in _DTYPES or x.layout is not torch.strided:
+                strange.append(f"{full_name(name)} of {x.dtype}, {x.layout}")
+            elif x.dim() != len(shape) or any(n != (size or n) or n == 0 for n, size in zip(x.shape, shape)):
+                wrong.append(f"{full_name(name)} {list(x.shape)}, not {_shape(shape)}")
+        if not strange and not wrong:
+            weights[ours] = torch.cat([x.to(dtype) for x in parts])
 
     def in_some_layer(part: str) -> bool:
         return any(name.endswith(part) for name in given)
 
-    def take_both(ours: str, *theirs: str) -> None:
-        for kind in ("weight", "bias"):
-            take(ours + kind, *(name + kind for name in theirs))
+    def take_both(ours: str, theirs: str, *shape: int | None) -> None:
+        take(ours + "weight", theirs + "weight", shape=shape)
+        take(ours + "bias", theirs + "bias", shape=shape[:1])
 
-    take_both("patch_embedding.", naming.patches)
-    take("class_token", naming.class_token, optional=naming is _TIMM)
-    take("register_tokens", naming.registers, optional=True)
-    take("position_embedding", naming.positions)
+    take_both("patch_embedding.", naming.patches, dim, None, None, None)
+    take("class_token", naming.class_token, shape=(1, 1, dim), optional=naming is _TIMM)
+    take("register_tokens", naming.registers, shape=(1, None, dim), optional=True)
+    take("position_embedding", naming.positions, shape=(1, None, dim))
+    rows = None if dim is None else 3 * dim // len(naming.qkv)
     depth = 0
     while any(name.startswith(naming.layer.format(depth)) for name in rest):
         ours, theirs = f"layers.{depth}.", naming.layer.format(depth)
-        take_both(ours + "norm1.", theirs + naming.norm1)
-        take(ours + "self_attn.in_proj_weight", *(theirs + name + "weight" for name in naming.qkv))
+        take_both(ours + "norm1.", theirs + naming.norm1, dim)
+        qkv = [theirs + name for name in naming.qkv]
+        take(ours + "self_attn.in_proj_weight", *(name + "weight" for name in qkv), shape=(rows, dim))
         take(
             ours + "self_attn.in_proj_bias",
-            *(theirs + name + "bias" for name in naming.qkv),
+            *(name + "bias" for name in qkv),
+            shape=(rows,),
             optional=not in_some_layer(naming.qkv[0] + "bias"),
         )
-        take_both(ours + "self_attn.out_proj.", theirs + naming.out)
-        take_both(ours + "norm2.", theirs + naming.norm2)
-        take_both(ours + "linear1.", theirs + naming.linear1)
-        take_both(ours + "linear2.", theirs + naming.linear2)
+        take_both(ours + "self_attn.out_proj.", theirs + naming.out, dim, dim)
+        take_both(ours + "norm2.", theirs + naming.norm2, dim)
+        take_both(ours + "linear1.", theirs + naming.linear1, mlp_dim, dim)
+        take_both(ours + "linear2.", theirs + naming.linear2, dim, mlp_dim)
         for scaled, name in zip(("self_attn.out_proj.", "linear2."), naming.scales):
-            take(ours + name, theirs + name, optional=not in_some_layer(name))
+            take(ours + name, theirs + name, shape=(dim,), optional=not in_some_layer(name))
             gamma = weights.pop(ours + name, None)
             for kind in ("weight", "bias"):
                 if gamma is not None and ours + scaled + kind in weights:
@@ -469,40 +488,56 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
                     weights[ours + scaled + kind] = x * gamma.view(-1, *[1] * (x.dim() - 1))
         depth += 1
     norm_pooled = naming is _TIMM and "fc_norm.weight" in rest
-    take_both("norm.", "fc_norm." if norm_pooled else naming.norm)
+    take_both("norm.", "fc_norm." if norm_pooled else naming.norm, dim)
     if any(name.startswith(naming.head) for name in rest):
-        take_both("head.", naming.head)
+        take_both("head.", naming.head, leading(naming.head + "weight"), dim)
     if missing or rest:
-        absent = [name if name.startswith(naming.head) else prefix + name for name in missing]
-        unexpected = sorted(name for name in state_dict if name.removeprefix(prefix) in rest)
         raise ValueError(
-            f"`state_dict` must hold one Vision Transformer and nothing else; missing: {absent or 'none'},"
-            f" unexpected: {unexpected or 'none'}."
+            "`state_dict` must hold one Vision Transformer and nothing else; missing:"
+            f" {[full_name(name) for name in missing] or 'none'}, unexpected:"
+            f" {sorted(full_name(name) for name in rest) or 'none'}."
         )
+    if strange:
+        raise TypeError(
+            f"`state_dict` must hold dense tensors of {', '.join(map(str, _DTYPES))}, got {'; '.join(strange)}."
+        )
+    if wrong:
+        raise ValueError(f"`state_dict` must fit one Vision Transformer, got {'; '.join(wrong)}.")
 
     for i in range(depth):  # a projection without a bias is one with a bias of 0
         weight = weights[f"layers.{i}.self_attn.in_proj_weight"]
         weights.setdefault(f"layers.{i}.self_attn.in_proj_bias", weight.new_zeros(weight.size(0)))
-    for name in ("class_token", "register_tokens", "position_embedding"):  # [1, tokens, dim]
+    for name in ("class_token", "register_tokens", "position_embedding"):
         if name in weights:
-            if weights[name].dim() != 3 or weights[name].size(0) != 1:
-                raise ValueError(
-                    f"`state_dict` must have `{names[name]}` of shape [1, tokens, dim], got"
-                    f" {list(weights[name].shape)}."
-                )
             weights[name] = weights[name][0]
-    if weights["patch_embedding.weight"].dim() != 4:
-        raise ValueError(
-            f"`state_dict` must have `{names['patch_embedding.weight']}` of shape [dim, channels, height,"
-            f" width], got {list(weights['patch_embedding.weight'].shape)}."
-        )
     options = {
         "depth": depth,
-        "mlp_dim": weights["layers.0.linear1.weight"].size(0),
+        "mlp_dim": mlp_dim,
         "norm_pooled": norm_pooled,
         "layer_norm_eps": naming.eps,
     }
-    return weights, names, options
+    return weights, options
+
+
+def _check_mapping(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"`state_dict` must map names to tensors, got {type(state_dict).__name__}. Pass what"
+            " model.state_dict() returns."
+        )
+    for name, x in state_dict.items():
+        if not isinstance(name, str) or not isinstance(x, Tensor):
+            raise TypeError(
+                f"`state_dict` must map names to tensors, got {name!r}: {type(x).__name__}. Pass what"
+                " model.state_dict() returns."
+            )
+    devices = {str(x.device) for x in state_dict.values()}
+    if len(devices) > 1:
+        raise ValueError(f"`state_dict` must be on one device, got {sorted(devices)}.")
+
+
+def _shape(sizes: tuple[int | None, ...]) -> str:
+    return f"[{', '.join('any' if n is None else str(n) for n in sizes)}]"
 
 
 def _position_grid(
