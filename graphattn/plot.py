@@ -10,7 +10,7 @@ import networkx
 import numpy as np
 import torch
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from matplotlib.axes import Axes
 
-# From pale to dark, so that edges of little weight fade into the paper.
-_COLORS = matplotlib.colormaps["YlOrRd"].with_extremes(bad="#ccd6e2")  # bad: no edge
+# From pale to dark, so that edges of little weight fade into the paper, but not from white, so that none is lost.
+_COLORS = LinearSegmentedColormap.from_list(
+    "attention", matplotlib.colormaps["YlOrRd"](np.linspace(0.12, 1.0, 256))
+).with_extremes(bad="#ccd6e2")  # no edge
 _MARK = "#1f5fae"
 _WIDEST = 4.0  # points, the width of the edge of the largest weight
 _NUMBERED = 40  # nodes up to which they are drawn with their numbers
