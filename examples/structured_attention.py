@@ -5,7 +5,7 @@
 The pixels of an image are the nodes. A small network with one attention layer learns to read digits while the
 graph changes from step to step: complete, causal, window, grid, random. No parameter belongs to a graph, so
 what is learned on one is used on all; the table shows how well it reads on each. The figure shows the layer's
-attention matrices for one image, and below them where one pixel looks.
+attention matrices for one image (grey: no edge), and below them where one pixel looks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from torch import Tensor
 from tqdm import tqdm
 
@@ -36,6 +34,7 @@ from graphattn import (
     graph_attention,
     union,
 )
+from graphattn.plot import attention_matrix, draw_attention_matrix, draw_image_attention
 
 SIDE = 8
 PIXELS = SIDE * SIDE
@@ -91,14 +90,10 @@ class Reader(torch.nn.Module):
         x = x + self.mlp(x)
         return self.classes(x.mean(1))
 
-    def attention_matrix(self, image: Tensor, graph: Graph) -> Tensor:
-        """Weights `[queries, keys]` of one image, mean over the heads; NaN where there is no edge."""
+    def weights(self, image: Tensor, graph: Graph) -> Tensor:
+        """The attention weights of one image, in the edge layout of the graph."""
         x = self.nodes(image)[0]
-        weights = attention_weights(self.heads_of(self.query, x), self.heads_of(self.key, x), graph).mean(-1)
-        source, target = graph.to_edge_index()
-        matrix = torch.full((graph.num_queries, graph.num_keys), torch.nan)
-        matrix[target, source] = weights.flatten()[graph.slots()]
-        return matrix
+        return attention_weights(self.heads_of(self.query, x), self.heads_of(self.key, x), graph)
 
 
 def train(
@@ -167,30 +162,14 @@ def draw(path: Path, model: Reader, image: Tensor, all_graphs: dict[str, Graph],
     """Attention matrices side by side, and below each the image as the pixel `QUERY` sees it."""
     figure = Figure(figsize=(15, 6.5), layout="constrained")
     figure.suptitle(title)
-    rows = figure.subplots(2, len(all_graphs), gridspec_kw={"height_ratios": (1.25, 1)})
-    colors = LinearSegmentedColormap.from_list("weights", ["#fff7ec", "#fdbb84", "#d7301f", "#7f0000"])
-    colors = colors.with_extremes(bad="#d5dbe3")
-    norm = PowerNorm(0.5, vmin=0, vmax=1)
-    for name, (above, below) in zip(all_graphs, rows.T):
-        matrix = model.attention_matrix(image, all_graphs[name]).numpy()
-        # The weights of a query sum to 1, so they are the smaller the more keys it has.
-        share = matrix / np.nanmax(matrix, axis=1, keepdims=True)
-        shown = above.imshow(share, cmap=colors, norm=norm, interpolation="nearest")
-        above.add_patch(Rectangle((-0.5, QUERY - 0.5), PIXELS, 1, fill=False, edgecolor="#2166ac"))
-        ticks = range(0, PIXELS + 1, 2 * SIDE)
-        above.set(title=f"{name}, {all_graphs[name].num_edges} edges", xticks=ticks, yticks=ticks)
-        above.set(xlabel="key pixel", ylabel="query pixel" if above is rows[0, 0] else "")
-
-        below.imshow(share[QUERY].reshape(SIDE, SIDE), cmap=colors, norm=norm)
-        for pixel, ink in enumerate(image.flatten().tolist()):
-            row, column = divmod(pixel, SIDE)
-            below.plot(column, row, "o", color="black", markersize=9 * ink**0.5, alpha=0.75, mew=0)
-        corner = QUERY % SIDE - 0.5, QUERY // SIDE - 0.5
-        below.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#2166ac", linewidth=2.5))
-        below.set(xticks=[], yticks=[], xlabel=f"what pixel {QUERY} attends to")
-    figure.colorbar(
-        shown, ax=rows, label="weight / largest weight of the query\n(grey: no edge)", shrink=0.7, pad=0.01
-    )
+    rows = figure.subplots(2, len(all_graphs))
+    ink = 1 - 0.5 * image.view(SIDE, SIDE)  # pale, under the colours of the weights
+    for (name, graph), (above, below) in zip(all_graphs.items(), rows.T):
+        weights = model.weights(image, graph)
+        draw_attention_matrix(graph, weights, ax=above)
+        above.set(title=f"{name}, {graph.num_edges} edges", xlabel="key pixel", ylabel="query pixel")
+        draw_image_attention(ink, attention_matrix(graph, weights), QUERY, (SIDE, SIDE), ax=below)
+        below.set(xlabel=f"what pixel {QUERY} attends to")
     figure.savefig(path, dpi=110)
 
 
