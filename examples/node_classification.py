@@ -66,6 +66,7 @@ class Settings:
         False  # the learning rate rises to `lr` and falls to 0 over `epochs`, else it is constant
     )
     evaluate_every: int = 1  # epochs from one look at the validation nodes to the next
+    self_loops: bool = True  # let every node attend to itself as well
     normalize_features: bool = False  # rows sum to 1
     metric: str = "accuracy"
 
@@ -143,8 +144,8 @@ class Run:
 
 
 def prepare(data: Data, settings: Settings) -> Data:
-    """Let every node attend to itself as well, and scale the features if the settings say so."""
-    data = AddSelfLoops()(data)
+    """Add the edges and scale the features as the settings say."""
+    data = AddSelfLoops()(data) if settings.self_loops else data
     return NormalizeFeatures()(data) if settings.normalize_features else data
 
 
