@@ -51,7 +51,7 @@ from benchmarks.measure import (
 from benchmarks.providers import PROVIDERS, Provider
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from graphattn import Graph
 
@@ -283,12 +283,12 @@ def add_rows(path: Path, rows: list[dict]) -> list[dict]:
     return new
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, str]], columns: Sequence[str] = COLUMNS) -> None:
     """Replaces the file in one move, so that an interruption leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".partial")
     with new.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     os.replace(new, path)
@@ -302,8 +302,8 @@ def _line(row: dict) -> str:
     return f"{name}{row['ms']:>11} ms  {ratios}  {row['extra_mb']} MB  {row['note']}"
 
 
-def machine_and_versions() -> dict[str, str | int]:
-    """The columns that say where and with what a row was measured."""
+def machine_and_versions(sources: Sequence[str] = ("../graphattn", ".")) -> dict[str, str | int]:
+    """The columns that say where and with what a row was measured; changes to the sources are told."""
     cpuinfo = Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
     if cpuinfo.exists():
@@ -311,7 +311,7 @@ def machine_and_versions() -> dict[str, str | int]:
             s.split(":")[1].strip() for s in cpuinfo.read_text().splitlines() if s.startswith("model name")
         ]
         model = names[0] if names else model
-    changes = _git("status", "--porcelain", "--", "../graphattn", ".", ":!results")
+    changes = _git("status", "--porcelain", "--", *sources, ":!results")
     return {
         "cpu": model,
         "cores": os.cpu_count() or 0,

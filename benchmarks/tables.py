@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 
+from benchmarks.accuracy import ACCURACY_RESULTS, NAMES
 from benchmarks.run import ALONE, BASELINE, MODES, RESULTS, STRUCTURED_RESULTS, read_rows
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+ACCURACY_BEGIN, ACCURACY_END = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
+PUBLISHED = ACCURACY_RESULTS.with_name("published_accuracy.csv")
 
 # Column of a table and the providers it stands for; of several the fastest is shown.
 PEERS = {
@@ -50,6 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--structured-results", type=Path, default=STRUCTURED_RESULTS)
+    parser.add_argument("--accuracy-results", type=Path, default=ACCURACY_RESULTS)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument(
         "--check", action="store_true", help="fail if the README is not what would be written"
@@ -60,18 +65,20 @@ def main() -> int:
     structured = structured_tables(read_rows(options.structured_results))
     generated = [tables(read_rows(options.results)), *([structured] if structured else [])]
     new = with_tables(text, "\n\n".join(generated))
+    accuracy = accuracy_table(read_rows(options.accuracy_results), read_rows(PUBLISHED))
+    new = with_tables(new, accuracy, ACCURACY_BEGIN, ACCURACY_END)
     if options.check:
         return int(new != text)
     options.readme.write_text(new)
     return 0
 
 
-def with_tables(text: str, generated: str) -> str:
+def with_tables(text: str, generated: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with what stands between the markers replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"The text must hold `{BEGIN}` and `{END}` once each.")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{generated}\n{END}{rest.split(END)[1]}"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"The text must hold `{begin}` and `{end}` once each.")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{generated}\n{end}{rest.split(end)[1]}"
 
 
 def tables(rows: list[dict[str, str]]) -> str:
@@ -220,13 +227,56 @@ def strongest(rows: dict[str, dict[str, str]], column: str = "ratio") -> float |
     return max(ratios, default=None)
 
 
-def _origin(rows: list[dict[str, str]]) -> str:
+def accuracy_table(rows: list[dict[str, str]], published: list[dict[str, str]]) -> str:
+    """One line per model, graphattn's runs first, and a column per data set; "" without rows.
+
+    Of a data set only the runs with the settings of its last row count.
+    """
+    if not rows:
+        return ""
+    settings = {row["dataset"]: row["settings"] for row in rows}
+    rows = [row for row in rows if row["settings"] == settings[row["dataset"]]]
+    names = [name for name in NAMES if name in settings]
+    tests = {name: [100 * float(row["test"]) for row in rows if row["dataset"] == name] for name in names}
+    metrics = {row["dataset"]: row["metric"] for row in rows}
+    header = ["model", *(f"{n} (AUC)" if metrics[n] == "ROC AUC" else n for n in names), "source"]
+    lines = [
+        ["graphattn `TransformerConv`", *(_spread(tests[name]) for name in names), "measured"],
+        ["runs of it", *(str(len(tests[name])) for name in names), ""],
+    ]
+    for model, source in dict.fromkeys((row["model"], row["source"]) for row in published):
+        here = {r["dataset"]: r for r in published if (r["model"], r["source"]) == (model, source)}
+        cells = [
+            f"{here[n]['mean']} ± {here[n]['std']}".removesuffix(" ± ") if n in here else "" for n in names
+        ]
+        if any(cells):
+            lines.append([model, *cells, source])
+    hours = sum(float(row["seconds"]) for row in rows) / 3600
+    return (
+        "Test accuracy in %, ROC AUC where it says so, mean ± standard deviation over the runs. "
+        f"{_software(rows)}, {hours:.1f} hours in all. "
+        "Made by `python -m benchmarks.accuracy` and `python -m benchmarks.tables`; do not edit.\n\n"
+        f"{_markdown(header, lines)}"
+    )
+
+
+def _spread(scores: list[float]) -> str:
+    return f"{mean(scores):.2f} ± {stdev(scores):.2f}" if len(scores) > 1 else f"{scores[0]:.2f}"
+
+
+def _software(rows: list[dict[str, str]]) -> str:
     def all_of(column: str) -> str:
         return ", ".join(dict.fromkeys(row[column] for row in rows))
 
     return (
         f"Measured on {all_of('cores')} cores of {all_of('cpu')} with torch {all_of('torch')}, "
-        f"PyG {all_of('pyg')} and Numba {all_of('numba')}, at commit {all_of('commit')} on {all_of('date')}; "
+        f"PyG {all_of('pyg')} and Numba {all_of('numba')}, at commit {all_of('commit')} on {all_of('date')}"
+    )
+
+
+def _origin(rows: list[dict[str, str]]) -> str:
+    return (
+        f"{_software(rows)}; "
         "medians, with graphattn's speed-up in brackets. MB is what one call adds to resident memory at its "
         "peak. The floor is the time a bare gather takes to read the same bytes. Made by "
         "`python -m benchmarks.run` and `python -m benchmarks.tables`; do not edit."

@@ -28,6 +28,7 @@ import torch_geometric.nn
 from matplotlib.figure import Figure
 from scipy.stats import rankdata
 from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
 from torch_geometric.data import Data
 from torch_geometric.transforms import AddSelfLoops, NormalizeFeatures
 from tqdm import tqdm
@@ -35,6 +36,7 @@ from tqdm import tqdm
 import datasets
 import graphattn.nn
 
+NORMS = {"none": torch.nn.Identity, "batch": torch.nn.BatchNorm1d, "layer": torch.nn.LayerNorm}
 LAYERS = {
     "graphattn": graphattn.nn.TransformerConv,
     "pyg": torch_geometric.nn.TransformerConv,
@@ -50,13 +52,21 @@ class Settings:
     channels: int = 8  # per head
     output_heads: int = 1  # of the last layer: their class scores are averaged
     root_weight: bool = False  # add a linear map of the node itself to what it attends to
-    norm: bool = False  # batch normalisation after every hidden layer
+    residual: bool = False  # add the input of a hidden layer to its output, where both are as wide
+    norm: str = "none"  # normalisation after every hidden layer: one of NORMS
+    input_dropout: float | None = None  # of the features of the data; None: as all others
     dropout: float = 0.6  # of features
     attention_dropout: float = 0.6
     lr: float = 0.01
     weight_decay: float = 1e-3
     epochs: int = 1000
-    patience: int = 100  # epochs without a lower validation loss
+    patience: int = 100  # epochs without a better one
+    choose_by: str = "loss"  # the best epoch has the lowest validation "loss" or the highest "score"
+    one_cycle: bool = (
+        False  # the learning rate rises to `lr` and falls to 0 over `epochs`, else it is constant
+    )
+    evaluate_every: int = 1  # epochs from one look at the validation nodes to the next
+    self_loops: bool = True  # let every node attend to itself as well
     normalize_features: bool = False  # rows sum to 1
     metric: str = "accuracy"
 
@@ -69,7 +79,7 @@ SETTINGS = {
     "Minesweeper": Settings(
         layers=10,
         root_weight=True,
-        norm=True,
+        norm="batch",
         dropout=0.2,
         attention_dropout=0.0,
         weight_decay=0.0,
@@ -79,14 +89,16 @@ SETTINGS = {
     "Tolokers": Settings(
         layers=3,
         root_weight=True,
-        norm=True,
+        norm="batch",
         dropout=0.2,
         attention_dropout=0.1,
         weight_decay=0.0,
         metric="ROC AUC",
     ),
-    "Computers": Settings(root_weight=True, norm=True, dropout=0.5, attention_dropout=0.1, weight_decay=5e-5),
-    "Photo": Settings(root_weight=True, norm=True, dropout=0.5, attention_dropout=0.1, weight_decay=5e-5),
+    "Computers": Settings(
+        root_weight=True, norm="batch", dropout=0.5, attention_dropout=0.1, weight_decay=5e-5
+    ),
+    "Photo": Settings(root_weight=True, norm="batch", dropout=0.5, attention_dropout=0.1, weight_decay=5e-5),
 }
 
 
@@ -102,35 +114,38 @@ class NodeClassifier(torch.nn.Module):
             conv(width, settings.channels, settings.heads, **options) for width in widths[:-1]
         )
         self.convs.append(conv(widths[-1], num_classes, settings.output_heads, concat=False, **options))
-        self.norms = torch.nn.ModuleList(
-            torch.nn.BatchNorm1d(hidden) if settings.norm else torch.nn.Identity() for _ in widths[1:]
-        )
+        self.norms = torch.nn.ModuleList(NORMS[settings.norm](hidden) for _ in widths[1:])
+        self.residual = settings.residual
         self.dropout = settings.dropout
+        self.input_dropout = settings.dropout if settings.input_dropout is None else settings.input_dropout
         for conv in self.convs:  # all scores start at 0: attention begins as the mean over the neighbours
             torch.nn.init.zeros_(conv.lin_query.weight)
             torch.nn.init.zeros_(conv.lin_query.bias)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = F.dropout(x, self.input_dropout, self.training)
         for conv, norm in zip(self.convs, self.norms):  # one norm less than convs: this leaves out the last
-            x = F.dropout(x, self.dropout, self.training)
-            x = F.elu(norm(conv(x, edge_index)))
-        x = F.dropout(x, self.dropout, self.training)
+            out = F.elu(norm(conv(x, edge_index)))
+            if self.residual and out.shape == x.shape:
+                out = out + x
+            x = F.dropout(out, self.dropout, self.training)
         return self.convs[-1](x, edge_index)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: the model and its scores at the chosen epoch, and a row of history per epoch."""
+    """One training run: the model and its scores at the chosen epoch, and a row for every look at it."""
 
     model: NodeClassifier
     val: float
     test: float
+    epoch: int
     history: list[dict[str, float]]
 
 
 def prepare(data: Data, settings: Settings) -> Data:
-    """Let every node attend to itself as well, and scale the features if the settings say so."""
-    data = AddSelfLoops()(data)
+    """Add the edges and scale the features as the settings say."""
+    data = AddSelfLoops()(data) if settings.self_loops else data
     return NormalizeFeatures()(data) if settings.normalize_features else data
 
 
@@ -161,45 +176,60 @@ def new_model(
     return model, torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
 
-def one_epoch(model: NodeClassifier, optimizer: torch.optim.Adam, data: Data) -> tuple[float, Tensor]:
-    """Take one step on all training nodes; return the loss before it and the class scores after it."""
+def one_epoch(model: NodeClassifier, optimizer: torch.optim.Adam, data: Data) -> float:
+    """Take one step on all training nodes; return the loss before it."""
     model.train()
     optimizer.zero_grad()
     logits = model(data.x, data.edge_index)
     loss = F.cross_entropy(logits[data.train_mask], data.y[data.train_mask])
     loss.backward()
     optimizer.step()
+    return loss.item()
+
+
+@torch.no_grad()
+def class_scores(model: NodeClassifier, data: Data) -> Tensor:
     model.eval()
-    with torch.no_grad():
-        return loss.item(), model(data.x, data.edge_index)
+    return model(data.x, data.edge_index)
 
 
 def train(layer: str, data: Data, settings: Settings, seed: int) -> Run:
-    """Train until the loss on the validation nodes stops falling; the test nodes are looked at, never used.
+    """Train until the validation nodes get no better; the test nodes are looked at, never used.
 
-    The loss, not the score, chooses the epoch: the best of hundreds of scores on few nodes is mostly luck.
+    Few validation nodes choose the epoch by their loss: the best of hundreds of scores on them is mostly luck.
     """
+
+    def merit(row: dict[str, float]) -> float:
+        return -row["val_loss"] if settings.choose_by == "loss" else row["val"]
+
     model, optimizer = new_model(layer, data, settings, seed)
+    schedule = OneCycleLR(optimizer, settings.lr, total_steps=settings.epochs) if settings.one_cycle else None
     history: list[dict[str, float]] = []
-    with tqdm(range(settings.epochs), desc=f"{layer}, seed {seed}", leave=False, disable=None) as bar:
+    with tqdm(range(1, settings.epochs + 1), desc=f"{layer}, seed {seed}", leave=False, disable=None) as bar:
         for epoch in bar:
             start = time.perf_counter()
-            loss, logits = one_epoch(model, optimizer, data)
+            loss = one_epoch(model, optimizer, data)
+            if schedule is not None:
+                schedule.step()
+            if epoch % settings.evaluate_every and epoch != settings.epochs:
+                continue
+            logits = class_scores(model, data)
             seconds = time.perf_counter() - start
 
-            val_loss = F.cross_entropy(logits[data.val_mask], data.y[data.val_mask]).item()
-            val, test = (
+            row = {"epoch": epoch, "loss": loss, "seconds": seconds}
+            row["val_loss"] = F.cross_entropy(logits[data.val_mask], data.y[data.val_mask]).item()
+            row["val"], row["test"] = (
                 score(logits[mask], data.y[mask], settings.metric) for mask in (data.val_mask, data.test_mask)
             )
-            history.append({"loss": loss, "val_loss": val_loss, "val": val, "test": test, "seconds": seconds})
-            bar.set_postfix(loss=f"{loss:.3f}", val=f"{val:.3f}")
+            history.append(row)
+            bar.set_postfix(loss=f"{loss:.3f}", val=f"{row['val']:.3f}")
 
-            if epoch == 0 or val_loss < history[best]["val_loss"]:
-                best, best_state = epoch, copy.deepcopy(model.state_dict())
-            elif epoch - best == settings.patience:
+            if len(history) == 1 or merit(row) > merit(best):
+                best, best_state = row, copy.deepcopy(model.state_dict())
+            elif epoch - best["epoch"] >= settings.patience:
                 break
     model.load_state_dict(best_state)
-    return Run(model, history[best]["val"], history[best]["test"], history)
+    return Run(model, best["val"], best["test"], best["epoch"], history)
 
 
 def seconds_per_epoch(data: Data, settings: Settings) -> dict[str, list[float]]:
@@ -210,6 +240,7 @@ def seconds_per_epoch(data: Data, settings: Settings) -> dict[str, list[float]]:
         for layer, (model, optimizer) in runs.items():
             start = time.perf_counter()
             one_epoch(model, optimizer, data)
+            class_scores(model, data)
             seconds[layer].append(time.perf_counter() - start)
     return {layer: times[1:] for layer, times in seconds.items()}  # the first round warms up
 
@@ -250,7 +281,8 @@ def draw(path: Path, title: str, run: Run, data: Data) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     curves, around = figure.subplots(1, 2)
     for name in ("loss", "val_loss", "val", "test"):
-        curves.plot([row[name] for row in run.history], label=name.replace("_", " "))
+        epochs = [row["epoch"] for row in run.history]
+        curves.plot(epochs, [row[name] for row in run.history], label=name.replace("_", " "))
     curves.set(title=title, xlabel="epoch", ylim=(0, None))
     curves.legend()
 
@@ -374,7 +406,9 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         )
         for layer in layers
     ]
-    print(f"\n{args.seeds} seeds, mean ± standard deviation, at the epoch of the lowest validation loss")
+    print(
+        f"\n{args.seeds} seeds, mean ± standard deviation, at the epoch of the best validation {settings.choose_by}"
+    )
     print(table(results, settings.metric))
     if args.compare:
         ratio = np.median(np.divide(seconds["pyg"], seconds["graphattn"]))
