@@ -4,7 +4,9 @@ import ast
 import copy
 import io
 import pickle
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import graphattn
 from graphattn import CompleteGraph, GridGraph, SparseGraph, WindowGraph, graph_attention
 from graphattn import nn as graphattn_nn
 from graphattn.encodings import laplacian_eigenvectors, random_walk
+from graphattn.integrations.huggingface import register
 from graphattn.kernels import reference
 from graphattn.nn import (
     GPSConv,
@@ -452,3 +455,43 @@ def test_the_reference_needs_no_device_of_a_kind():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
     ]
     assert not placed  # tensors stay where the arguments are
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What `register` hands to Transformers, by a stand-in for it."""
+    attention, masks = {}, {}
+    library, masking = ModuleType("transformers"), ModuleType("transformers.masking_utils")
+    library.AttentionInterface = SimpleNamespace(register=attention.__setitem__)
+    library.AttentionMaskInterface = SimpleNamespace(register=masks.__setitem__)
+    masking.sdpa_mask = object()
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masking)
+    register("named")
+    assert attention.keys() == {"named"} and masks == {"named": masking.sdpa_mask}
+    return attention["named"]
+
+
+@pytest.mark.field_report("B106")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_registered_attention_keeps_padding_and_causality(registered, causal, padded):
+    """The mask function is registered too; grouped heads come as they are; without a mask the module decides."""
+    module = SimpleNamespace(
+        is_causal=causal, training=False, config=SimpleNamespace(output_attentions=False)
+    )
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = None
+    if padded:  # as sdpa_mask makes it: True is kept
+        mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+        mask[1, :, :, 3:] = False
+        mask = mask.tril() if causal else mask
+    out, weights = registered(module, query, key, value, mask, scaling=None, position_ids=torch.arange(5))
+    expected = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal and not padded, enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert out.shape == (2, 5, 4, 8) and weights is None
