@@ -236,6 +236,7 @@ def column(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64).view(-1, 1, 1).requires_grad_()
 
 
+@pytest.mark.field_report("B29")
 def test_parallel_edges_count_with_their_multiplicity():
     edge_index = edges((0, 1), (0, 1), (2, 1))
     query, key, value = column(0, 1, 0), column(math.log(2), 0, 0), column(10, 0, 0)
@@ -246,12 +247,14 @@ def test_parallel_edges_count_with_their_multiplicity():
     torch.testing.assert_close(weights[:, 0], torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64))
 
 
+@pytest.mark.field_report("B23")
 def test_an_edge_goes_from_key_to_query():
     value = column(5, 7)
     out = graph_attention(value, value, value, SparseGraph.from_edge_index(edges((0, 1)), 2))
     assert out.flatten().tolist() == [0, 5]
 
 
+@pytest.mark.field_report("B07")
 @pytest.mark.parametrize("dtype", PRECISE)
 @pytest.mark.parametrize(
     "keys, expected",
@@ -350,6 +353,7 @@ def test_a_query_whose_every_score_is_minus_infinity_is_empty():
     assert (weights[removed] == 0).all() and weights.isfinite().all()
 
 
+@pytest.mark.field_report("B13")
 def test_a_head_that_is_removed_leaves_the_others():
     case = oracle.draw_case(GRAPHS["100 nodes"], heads=4, bias=("1", "H"))
     case.operands["bias"][0, 2] = -math.inf
@@ -516,6 +520,7 @@ def test_dropout_is_reproducible_by_the_seed():
     assert not torch.equal(dropped(case, case.operands, 0.5, seed=2)[0], first)
 
 
+@pytest.mark.field_report("B103")
 def test_dropout_of_nothing_draws_nothing():
     case = oracle.draw_case(GRAPHS["100 nodes"])
     state = torch.get_rng_state()
@@ -525,12 +530,14 @@ def test_dropout_of_nothing_draws_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.field_report("B103")
 def test_dropout_of_almost_nothing():
     case = oracle.draw_case(GRAPHS["100 nodes"])
     out = graph_attention(**case.operands, graph=sparse_graph(case), dropout_p=1e-9)
     torch.testing.assert_close(out, operator(case, case.operands)[0], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.field_report("B103")
 @pytest.mark.parametrize("dtype", PRECISE)
 def test_dropout_of_everything(dtype):
     case = oracle.draw_case(GRAPHS["100 nodes"], dtype=dtype, **EVERYTHING)
@@ -539,6 +546,7 @@ def test_dropout_of_everything(dtype):
     assert (dropped(case, case.operands, 1, 0)[0] == 0).all()
 
 
+@pytest.mark.field_report("B16")
 def test_dropout_is_always_finite():
     case = oracle.draw_case(GRAPHS["63 nodes"], dtype=torch.float32)
     for seed in range(50):
@@ -779,6 +787,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.field_report("B22")
 @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "edge_attr", "edge_projection"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_mixed_dtypes(name, dtype):

@@ -55,6 +55,7 @@ def with_gradients(function, operands: dict[str, Tensor], graph) -> list[Tensor]
 SIZES = [(20, 70), (31, 200), (57, 41), (100, 1000), (8, 9)]
 
 
+@pytest.mark.field_report("B80")
 @pytest.mark.parametrize("graph_from_outside", [False, True])
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_compile_once_for_all_sizes(graph_from_outside):
@@ -107,6 +108,7 @@ class Attention(torch.nn.Module):
         return (attend_on if isinstance(graph, SparseGraph) else attend)(operands, graph)
 
 
+@pytest.mark.field_report("B81")
 def test_export_with_dynamic_sizes():
     operands, edge_index = random_operands(20, 70), random_edges(20, 70)
     nodes, edges = Dim("nodes"), Dim("edges")
@@ -163,6 +165,7 @@ def test_opcheck_of_the_graph():
     torch.library.opcheck(torch.ops.graphattn.build_csr.default, (random_edges(5, 0), 3, 7))
 
 
+@pytest.mark.field_report("B107")
 def test_shapes_on_the_meta_device():
     query, key, value = (torch.empty(2, n, h, 8, device="meta") for n, h in ((3, 4), (5, 2), (5, 2)))
     graph = SparseGraph.from_edge_index(torch.tensor([[4, 1], [0, 2]]), size=(5, 3)).to("meta")
@@ -280,6 +283,7 @@ def restored_threads():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.field_report("B84")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_same_bits_for_any_number_of_threads(dtype, dropout_p, restored_threads, poisoned_memory):

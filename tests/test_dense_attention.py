@@ -548,6 +548,7 @@ print(step(graph, heads, dim, options), graph.num_queries * heads * dim * 4)
 """
 
 
+@pytest.mark.field_report("B01")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize("name", ["complete", "dropout", "window"])
 def test_peak_of_forward_and_backward(name):

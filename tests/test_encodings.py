@@ -183,6 +183,7 @@ def exact_eigenvalues(name: str, normalization: str | None) -> tuple[Tensor, Ten
 
 
 class TestLaplacianEigenvectors:
+    @pytest.mark.field_report("B92")
     @pytest.mark.parametrize("normalization", ["sym", None])
     @pytest.mark.parametrize("name", GRAPHS)
     def test_eigenvectors(self, name, normalization, dtype):
@@ -216,6 +217,7 @@ class TestLaplacianEigenvectors:
             exact *= (exact @ encoding[:, c]).sign() / exact.norm()
             torch.testing.assert_close(encoding[:, c], exact, atol=1e-6, rtol=0)
 
+    @pytest.mark.field_report("B90")
     @pytest.mark.parametrize("k", [0, 1, 8])
     @pytest.mark.parametrize(
         "graph",
@@ -238,6 +240,7 @@ class TestLaplacianEigenvectors:
         expected = min(k, graph.num_queries - num_components(graph))
         assert (encoding.norm(dim=0) > 0).sum() == expected
 
+    @pytest.mark.field_report("B92")
     def test_triangle(self):
         graph, _ = GRAPHS["directed triangle"]
         vectors = laplacian_eigenvectors(graph, 2).double()
@@ -268,6 +271,7 @@ class TestLaplacianEigenvectors:
             assert encoding.dtype == torch.float64 and encoding.isfinite().all()
             torch.testing.assert_close(encoding.T @ encoding, torch.eye(6).double())
 
+    @pytest.mark.field_report("B93")
     def test_relabelled_nodes(self):
         """Up to sign, where eigenvalues are simple."""
         graph = undirected([(i, i + 1) for i in range(399)] + [(3, 40), (100, 180)], 400)
@@ -277,6 +281,7 @@ class TestLaplacianEigenvectors:
         one, two = laplacian_eigenvectors(graph, 4)[order], laplacian_eigenvectors(relabelled, 4)
         torch.testing.assert_close(one.abs(), two.abs(), atol=1e-5, rtol=0)
 
+    @pytest.mark.field_report("B93")
     def test_random_signs(self):
         graph = path(30)
         fixed = laplacian_eigenvectors(graph, 20)
@@ -326,6 +331,7 @@ class TestLaplacianEigenvectors:
 
 
 class TestRandomWalk:
+    @pytest.mark.field_report("B96")
     def test_doubled_edge(self, dtype):
         """0 and 1 joined twice, 0 and 2 once."""
         graph = undirected([(0, 1), (0, 1), (0, 2)], 3)
@@ -333,6 +339,7 @@ class TestRandomWalk:
         torch.testing.assert_close(random_walk(graph, 4), expected)
         assert random_walk(graph, 4).dtype == dtype
 
+    @pytest.mark.field_report("B96")
     def test_weights(self, dtype):
         graph = SparseGraph.from_edge_index(torch.tensor([[0, 1, 0, 2], [1, 0, 2, 0]]))
         walks = random_walk(graph, 2, edge_weight=torch.tensor([3.0, 3.0, 1.0, 1.0]))
@@ -340,6 +347,7 @@ class TestRandomWalk:
         pair = SparseGraph.from_edge_index(torch.tensor([[0, 1], [1, 0]]))
         assert random_walk(pair, 2, edge_weight=torch.tensor([0.1, 0.1])).tolist() == [[0, 1], [0, 1]]
 
+    @pytest.mark.field_report("B97")
     def test_isolated_nodes_sinks_and_self_loops(self, dtype):
         isolated = undirected([(0, 1)], 3)
         assert random_walk(isolated, 2).tolist() == [[0, 1], [0, 1], [0, 0]]

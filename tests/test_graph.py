@@ -154,6 +154,7 @@ def test_sizes_default_to_the_highest_id():
     assert (graph.num_keys, graph.num_queries) == (3, 2)
 
 
+@pytest.mark.field_report("B33")
 def test_isolated_nodes_need_a_size():
     edge_index = edges((0, 1), (3, 2))  # node 4 has no edge
     assert SparseGraph.from_edge_index(edge_index).num_queries == 4
@@ -169,6 +170,7 @@ def test_two_by_two_is_two_edges():
     assert graph.to_mask().nonzero().tolist() == [[2, 0], [3, 1]]
 
 
+@pytest.mark.field_report("B100")
 @pytest.mark.parametrize("num_nodes", [0, 1, 4])
 def test_no_edges(num_nodes):
     empty = torch.empty(2, 0, dtype=torch.int64)
@@ -197,6 +199,7 @@ def test_no_edges(num_nodes):
 INT = torch.int64
 
 
+@pytest.mark.field_report("B32")
 @pytest.mark.parametrize(
     ("error", "message", "edge_index", "arguments"),
     [
@@ -573,6 +576,7 @@ def test_from_networkx_lists_edges_as_pyg_does():
 # ------------------------------------------------------------------------------------------------- as_graph
 
 
+@pytest.mark.field_report("B23")
 @BETA
 def test_direction_of_an_adjacency():
     edge_index = edges((0, 1))
@@ -587,6 +591,7 @@ def test_direction_of_an_adjacency():
     assert as_graph(adj_t.t()).to_edge_index().tolist() == [[1], [0]]  # another graph
 
 
+@pytest.mark.field_report("B24")
 def test_targets_are_the_queries():
     graph = SparseGraph.from_edge_index(edges((1, 0), (2, 0), (3, 0)))
     assert graph.rowptr.tolist() == [0, 3, 3, 3, 3]

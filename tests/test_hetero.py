@@ -124,6 +124,7 @@ def test_multihead_attention_to_hetero():
     torch.testing.assert_close(out["paper"], written + cited)
 
 
+@pytest.mark.field_report("B88")
 def test_node_and_edge_types_without_members():
     data = library()
     model = hetero_model("HeteroConv", TransformerConv, data)
@@ -178,6 +179,7 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.mark.field_report("B108")
 def test_a_sampled_batch_gives_the_seeds_their_rows_of_the_whole_graph():
     edge_index, x = torch.randint(60, (2, 150)), torch.randn(60, 6).double()
     model, seeds = Deep(3).double(), torch.tensor([7, 31, 2, 55])

@@ -120,6 +120,7 @@ def edges_seen(monkeypatch):
     return seen
 
 
+@pytest.mark.field_report("B106")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "opt", "llama", "gemma2", "t5", "bart"])
 def test_models_give_the_numbers_of_eager_attention(kind, padded, edges_seen):

@@ -43,6 +43,7 @@ print(step(*sizes))
 """
 
 
+@pytest.mark.field_report("B01", "B03")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize(
     "num_nodes, num_edges, heads, dim, edge_dim",
@@ -62,6 +63,7 @@ def test_peak_of_forward_and_backward(num_nodes, num_edges, heads, dim, edge_dim
     assert int(done.stdout) <= allowed, f"{int(done.stdout) / 2**20:.1f} MiB, allowed {allowed / 2**20:.1f}"
 
 
+@pytest.mark.field_report("B03")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("features", [False, True])
 def test_nothing_of_size_edges_times_heads_is_saved(features, dropout_p):

@@ -96,6 +96,7 @@ def test_weights_are_torch_s_not_averaged():
     )
 
 
+@pytest.mark.field_report("B58")
 @pytest.mark.parametrize("structured", [True, False])
 def test_masks(structured):
     graph = WindowGraph(9, (2, 0), dilation=2)

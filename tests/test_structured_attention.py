@@ -490,6 +490,7 @@ print(step(eval(sys.argv[1]), int(sys.argv[2])))
 """
 
 
+@pytest.mark.field_report("B04")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize(
     "graph, slots", [("WindowGraph(60_000, 64)", 129), ("GridGraph((250, 250), 5)", 121)]

@@ -151,6 +151,7 @@ def test_causal_offsets_are_pytorchs_alignments(num_queries, num_keys, dtype):
             assert_same(on(graph), theirs, operands, dtype)
 
 
+@pytest.mark.field_report("B52")
 @in_both_precisions
 @pytest.mark.parametrize("causal", [False, True])
 def test_cliques_are_attention_on_each_graph_alone(causal, dtype):
@@ -204,6 +205,7 @@ def test_window_is_masked_attention(num_queries, radius, options, dtype):
     assert_same(on(graph), masked(mask), operands, dtype)
 
 
+@pytest.mark.field_report("B62")
 @in_both_precisions
 @pytest.mark.parametrize("window", [1, 16, 129, 500])
 def test_window_is_hugging_faces_sliding_window(window, dtype):

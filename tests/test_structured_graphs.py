@@ -204,6 +204,7 @@ def test_ragged_cliques(sizes, causal, dtype):
     assert one.positions().tolist() == other.positions().tolist()
 
 
+@pytest.mark.field_report("B48")
 def test_cliques_of_a_mini_batch():
     batch = Batch.from_data_list([Data(x=torch.zeros(n, 1)) for n in (2, 4, 1)])
     expected = torch.block_diag(*(torch.ones(n, n) for n in (2, 4, 1))).bool()
@@ -326,6 +327,7 @@ def natten_start(index, length, kernel, dilation):
     return index % dilation + dilation * start
 
 
+@pytest.mark.field_report("B67")
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("dilation", [1, 2, 3])
 def test_natten(kernel, dilation):
@@ -559,6 +561,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.field_report("B04", "B86")
 def test_large_graphs_take_no_memory():
     n = 10**8
     with LargestTensor() as largest:
@@ -636,6 +639,7 @@ def assert_sums(model, graph):
     assert int(number) == graph.slots()[-1]
 
 
+@pytest.mark.field_report("B77")
 @each_dynamic
 def test_compiles_once_for_all_sizes(build, fresh_compiler):
     compiles = CompileCounterWithBackend("eager")

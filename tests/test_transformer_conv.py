@@ -302,6 +302,7 @@ def test_attention_weights_agree_with_pyg_and_have_gradients(truthy):
     assert_twins_agree(fused, plain, [features(NODES, 5), features(11, 3)], call)
 
 
+@pytest.mark.field_report("B37")
 @pytest.mark.parametrize("falsy", [None, False, 0])
 @pytest.mark.parametrize("edge_wise", [False, True])
 def test_falsy_return_attention_weights_gives_a_tensor(falsy, edge_wise):
@@ -338,6 +339,7 @@ def test_dropout_is_reproducible_unbiased_and_off_in_eval():
     assert ((counts - copies / 4).abs() < 5 * (copies * 3 / 16) ** 0.5).all()
 
 
+@pytest.mark.field_report("B103")
 @pytest.mark.parametrize("p", [0, 1e-9, 1.0])
 def test_extreme_dropout(p):
     fused, _ = twins(5, 4, 2, dropout=p)
@@ -349,6 +351,7 @@ def test_extreme_dropout(p):
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.field_report("B84")
 def test_deterministic_mode_repeats_to_the_bit():
     fused, _ = twins(16, 8, 4, dtype=torch.float32, edge_dim=3, dropout=0.5)
     edge_index = torch.randint(50, (2, 900), generator=torch.Generator().manual_seed(4))
@@ -365,8 +368,9 @@ def test_deterministic_mode_repeats_to_the_bit():
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
 
 
+@pytest.mark.field_report("B05")
 def test_checkpoint_with_dropout_is_exact():
-    layers = nn.ModuleList(TransformerConv(8, 4, 2, dropout=0.5, edge_dim=3) for _ in range(3))
+    layers = nn.ModuleList(TransformerConv(8, 4, 2, dropout=0.5, edge_dim=3) for _ in range(8))
     x, e = features(NODES, 8, dtype=torch.float32).requires_grad_(), features(11, 3, dtype=torch.float32)
 
     def gradients(wrap):
@@ -385,6 +389,7 @@ def test_checkpoint_with_dropout_is_exact():
 # --- lazy, empty, small ---------------------------------------------------------------------------------
 
 
+@pytest.mark.field_report("B89")
 @pytest.mark.parametrize("edges", [BIPARTITE, torch.empty(2, 0, dtype=torch.long)], ids=["edges", "no edges"])
 @pytest.mark.parametrize("in_channels", [-1, (-1, -1), (5, 6)])
 @pytest.mark.parametrize("edge_dim", [-1, 3])
@@ -480,6 +485,7 @@ BAD_CALLS = {
 }
 
 
+@pytest.mark.field_report("B32", "B44")
 @pytest.mark.parametrize("edge_wise", [False, True])
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_bad_input_is_named(case, edge_wise):
@@ -491,6 +497,7 @@ def test_bad_input_is_named(case, edge_wise):
         fused(**{"x": features(NODES, 5), "edge_index": EDGES, **arguments})
 
 
+@pytest.mark.field_report("B18")
 def test_mixed_dtypes_are_named():
     fused, _ = twins(5, 4, 2, edge_dim=3, dtype=torch.float32)
     x, e = features(NODES, 5), features(11, 3)
@@ -500,6 +507,7 @@ def test_mixed_dtypes_are_named():
         fused(x, EDGES, e.float())
 
 
+@pytest.mark.field_report("B26")
 @pytest.mark.parametrize("form", [*SPARSE_FORMS, "Graph"])
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
 def test_adjacency_has_one_direction(form):
@@ -521,12 +529,14 @@ def test_adjacency_and_separate_features_are_refused():
         fused(features(NODES, 5), adjacency("coo", SIMPLE, NODES)[0], features(8, 3))
 
 
+@pytest.mark.field_report("B103")
 @pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan")])
 def test_dropout_must_be_a_probability(dropout):
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         TransformerConv(5, 4, dropout=dropout)
 
 
+@pytest.mark.field_report("B82")
 def test_torchscript_is_refused():
     with pytest.raises(NotImplementedError, match="TorchScript"), pytest.warns(DeprecationWarning):
         torch.jit.script(TransformerConv(5, 4))
@@ -599,6 +609,7 @@ def freshly_imported():
     return module
 
 
+@pytest.mark.field_report("B104")
 @pytest.mark.parametrize("build", ["imported", "first after PyG's", "accelerated before the first"])
 def test_edge_masks_act(build):
     plain = pyg.TransformerConv(5, 4, 2, edge_dim=3)
@@ -643,6 +654,7 @@ def two_models(model=TwoLayers, **kwargs):
     return ours, theirs
 
 
+@pytest.mark.field_report("B104")
 @pytest.mark.parametrize(
     "algorithm", [AttentionExplainer, lambda: GNNExplainer(epochs=5)], ids=["attention", "gnn"]
 )
@@ -706,6 +718,7 @@ def hetero_inputs(authors=4, written=5):
     return x, edges, {kind: torch.randn(size, 3) for kind, size in sizes.items()}
 
 
+@pytest.mark.field_report("B88")
 @pytest.mark.parametrize("authors,written", [(4, 5), (4, 0), (0, 0)])
 def test_to_hetero_agrees_with_pyg(authors, written):
     x, edges, attr = hetero_inputs(authors, written)
@@ -718,6 +731,7 @@ def test_to_hetero_agrees_with_pyg(authors, written):
     assert all(p.grad is not None for name, p in ours.named_parameters() if "second" in name)
 
 
+@pytest.mark.field_report("B88")
 @pytest.mark.parametrize("dropped", [None, METADATA[1][1], METADATA[1][2]])
 def test_hetero_conv_agrees_with_pyg(dropped):
     x, edges, attr = hetero_inputs()
@@ -750,6 +764,7 @@ def test_sequential_and_containers():
     torch.testing.assert_close(ours(x, EDGES, e), theirs(x, EDGES, e))
 
 
+@pytest.mark.field_report("B31")
 def test_basic_gnn_and_sampled_batches():
     class Model(BasicGNN):
         supports_edge_weight = False
@@ -792,6 +807,7 @@ def test_summary_is_that_of_pyg():
 # --- state ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field_report("B82")
 @pytest.mark.parametrize("used", [False, True])
 def test_copies_and_states_give_the_same_output(used):
     fused, plain = twins(5, 4, 2, edge_dim=3, beta=True)
@@ -859,6 +875,7 @@ def test_training_after_a_call_in_inference_mode():
 # --- precision and compilers ----------------------------------------------------------------------------
 
 
+@pytest.mark.field_report("B18")
 @pytest.mark.parametrize("edge_dim", [None, 3])
 def test_autocast_gives_bfloat16_and_gradients_of_the_parameters(edge_dim):
     fused, plain = twins(5, 4, 2, dtype=torch.float32, edge_dim=edge_dim, beta=True)
@@ -874,6 +891,7 @@ def test_autocast_gives_bfloat16_and_gradients_of_the_parameters(edge_dim):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in fused.parameters())
 
 
+@pytest.mark.field_report("B80")
 def test_compiled_once_for_all_batches():
     torch._dynamo.reset()
     fused, plain = twins(5, 4, 2, dtype=torch.float32, edge_dim=3, beta=True)
@@ -917,6 +935,7 @@ def test_inductor_agrees():
     torch.testing.assert_close(torch.compile(fused, fullgraph=True)(x, EDGES), plain(x, EDGES))
 
 
+@pytest.mark.field_report("B81")
 def test_export_runs_at_other_sizes():
     fused, plain = twins(5, 4, 2, dtype=torch.float32, edge_dim=3)
     nodes, num_edges = torch.export.Dim("nodes", min=2), torch.export.Dim("edges", min=2)

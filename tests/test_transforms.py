@@ -62,6 +62,7 @@ def test_concatenation(name, transform, dtype):
     assert torch.equal(line.x[:, 0], x[:, 0]) and line.x.shape == (7, 5)
 
 
+@pytest.mark.field_report("B98")
 @EACH
 def test_integer_features_are_refused(name, transform):
     transform = copy.copy(transform)

@@ -166,6 +166,7 @@ def test_a_new_radius_takes_effect_after_a_forward():
     torch.testing.assert_close(model(x), local(x))
 
 
+@pytest.mark.field_report("B75")
 @pytest.mark.parametrize(
     "options, naming",
     [
@@ -249,6 +250,7 @@ def test_registers_that_leave_the_grid_open():
     torch.testing.assert_close(model(x), PlainViT(grid=(2, 2), registers=4)(x))
 
 
+@pytest.mark.field_report("B71")
 def test_positions_are_resampled_from_the_stored_grid():
     plain = PlainViT(registers=2)
     model = VisionTransformer.from_state_dict(timm(plain), heads=HEADS, image_size=(24, 32))
@@ -297,6 +299,7 @@ def small(**options):
     return VisionTransformer(8, 4, 5, **{"dim": 8, "depth": 2, "heads": 2, "mlp_dim": 8, **options})
 
 
+@pytest.mark.field_report("B73")
 def test_remainders():
     x = images(2, 3, 10, 7, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"whole number of patches of 4 x 4 .* got 10 x 7"):
@@ -434,6 +437,7 @@ def without(state, *names):
     return {name: x for name, x in state.items() if name not in names}
 
 
+@pytest.mark.field_report("B75")
 @pytest.mark.parametrize(
     "change, message",
     [

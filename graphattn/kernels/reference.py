@@ -81,7 +81,8 @@ def sparse_attention(
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     batch, num_queries, heads, _ = query.shape
     group = heads // key.size(2) if heads else 1
-    row = torch.repeat_interleave(torch.arange(num_queries, device=col.device), rowptr.diff())
+    row = torch.arange(num_queries, device=col.device)
+    row = row.repeat_interleave(rowptr.diff(), output_size=col.numel())
     col, edge_id = col.long(), edge_id.long()
     layout = (edge_id.numel(),) if layout is None else layout
     num_edges = math.prod(layout)

@@ -30,6 +30,7 @@ class TransformerConv(pyg.TransformerConv):
     explainers are PyG's own. A call reads one key and one value row per edge and holds O(N·heads·C + E)
     numbers, where PyG holds about six tensors of E·heads·C. Messages run from `edge_index[0]` to
     `edge_index[1]`, parallel edges count with their multiplicity, a node without an edge keeps `W_1 x_i`.
+    No self-loop is added (`torch_geometric.utils.add_remaining_self_loops` does that).
 
     Edge-wise messages are built, at PyG's cost, only where they are asked for: by an explainer, by a
     propagate, message or aggregate hook, by an `aggr` other than the sum, or by a subclass that overrides
@@ -218,7 +219,7 @@ class TransformerConv(pyg.TransformerConv):
         if self.edge_dim is None:
             raise ValueError(
                 f"`edge_attr` must be None for a layer without edge features, got {list(edge_attr.shape)}. "
-                f"Build the layer with `edge_dim={edge_attr.size(-1) if edge_attr.dim() else 1}`."
+                f"Build the layer with `edge_dim={edge_attr.size(-1) if edge_attr.dim() > 1 else 1}`."
             )
         if edge_attr.dim() == 1 and self.edge_dim == 1:
             edge_attr = edge_attr.unsqueeze(-1)
