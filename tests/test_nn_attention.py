@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -424,12 +425,33 @@ def test_compile_and_export():
         ((10, 3), {}, "`embed_dim` must be a positive multiple of `num_heads`, got embed_dim=10"),
         ((10, 0), {}, "`num_heads`"),
         ((8, 2), {"dropout": 1.5}, "`dropout` must be a probability"),
-        ((8, 2), {"kdim": 0}, "`kdim` and `vdim` must be at least 1, got 0 and 8"),
+        ((8, 2), {"kdim": 0}, "`kdim` must be an int of at least 1, got 0"),
     ],
 )
 def test_wrong_layers(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         GraphMultiheadAttention(*arguments, **options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    layer = GraphMultiheadAttention(np.int64(8), np.int32(2), dropout=np.float32(0.5))
+    assert (layer.embed_dim, layer.num_heads) == (8, 2)
+    for arguments in ((8.0, 2), (8, "2"), (True, 1), (8, None)):
+        with pytest.raises(TypeError, match="must be an int of at least 1, got"):
+            GraphMultiheadAttention(*arguments)
+    with pytest.raises(TypeError, match="`dropout` must be a number"):
+        GraphMultiheadAttention(8, 2, dropout="0.5")
+
+
+@pytest.mark.parametrize("weights, inputs", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_autocast_takes_features_and_weights_of_two_dtypes(weights, inputs):
+    x, layer = features(5, 8, dtype=torch.float32), GraphMultiheadAttention(8, 2)
+    expected = layer(x, CompleteGraph(5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer.to(getattr(torch, weights))(x.to(getattr(torch, inputs)), CompleteGraph(5))
+        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+        with pytest.raises(TypeError, match="`query` must have the dtype"):
+            layer(x.double(), CompleteGraph(5))
 
 
 @pytest.mark.parametrize(
@@ -446,6 +468,13 @@ def test_wrong_layers(arguments, options, message):
         (lambda m, x: m(x, CompleteGraph(5), x, x[:4]), ValueError, "`key` and `value` as many nodes"),
         (lambda m, x: m(x[None], CompleteGraph(5), x), ValueError, "same leading dimensions"),
         (lambda m, x: m(x.long(), CompleteGraph(5)), TypeError, "`query` must be floating point"),
+        (lambda m, x: m(x.to_sparse(), CompleteGraph(5)), TypeError, "`query` must be dense"),
+        (
+            lambda m, x: m(x.double(), CompleteGraph(5)),
+            TypeError,
+            "`query` must have the dtype of the layer's weights, torch.float32, got torch.float64",
+        ),
+        (lambda m, x: m(x, CompleteGraph(5), x.bfloat16()), TypeError, "`key` must have the dtype"),
         (lambda m, x: m(None, CompleteGraph(5)), TypeError, "`query` must be a tensor, got NoneType"),
         (lambda m, x: m((x, None), CompleteGraph(5)), TypeError, "both ends, .* None for the targets"),
         (lambda m, x: m((x, x), CompleteGraph(5), x), ValueError, "pair .* together with them"),

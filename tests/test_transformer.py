@@ -128,7 +128,9 @@ def test_layer_drops_everywhere_torch_does():
             {"d_model": 8, "nhead": 2, "activation": "swish"},
             '`activation` must be "relu", "gelu" or a function',
         ),
+        ({"d_model": 8, "nhead": 2, "activation": None}, "`activation` must be .* got None"),
         ({"d_model": 8, "nhead": 2, "dropout": 2.0}, "`dropout` must be a probability"),
+        ({"d_model": 8, "nhead": 2, "dim_feedforward": 0}, "`dim_feedforward` must be an int of at least 1"),
     ],
 )
 def test_wrong_layers(arguments, message):
@@ -258,10 +260,14 @@ def test_transformer_is_explained():
             ValueError,
             "`hidden_channels` must be a positive multiple",
         ),
-        (lambda: GraphTransformer(3, 8, 4, -1, 2), ValueError, "must not be negative, got -1 and 0"),
+        (
+            lambda: GraphTransformer(3, 8, 4, -1, 2),
+            ValueError,
+            "`num_layers` must be an int of at least 0, got -1",
+        ),
         (lambda: transformer()(features(7, 4), EDGES), ValueError, r"`x` .* \[..., nodes, 3\], got \[7, 4\]"),
         (lambda: transformer()(features(7, 3), CompleteGraph(6)), ValueError, "`graph` must join the 7 keys"),
-        (lambda: transformer()(features(7, 3).long(), EDGES), TypeError, "`x` must be a floating point"),
+        (lambda: transformer()(features(7, 3).long(), EDGES), TypeError, "`x` must be floating point"),
         (
             lambda: transformer()(features(7, 3), EDGES, features(7, 5)),
             ValueError,
@@ -277,6 +283,27 @@ def test_transformer_is_explained():
             ValueError,
             r"`encoding` must have shape \[..., 7, 5\]",
         ),
+        (  # which would broadcast the outputs
+            lambda: transformer(encoding_channels=5)(features(7, 3), EDGES, features(2, 7, 5)),
+            ValueError,
+            r"`encoding` must have shape .* broadcast to \[\], got \[2, 7, 5\]",
+        ),
+        (
+            lambda: transformer(encoding_channels=5)(features(2, 7, 3), EDGES, features(3, 7, 5)),
+            ValueError,
+            r"`encoding` must have shape .* broadcast to \[2\], got \[3, 7, 5\]",
+        ),
+        (
+            lambda: transformer(encoding_channels=5)(features(7, 3), EDGES, features(7, 5).float()),
+            TypeError,
+            "`encoding` must have the dtype of the layer's weights, torch.float64, got torch.float32",
+        ),
+        (
+            lambda: transformer()(features(7, 3).half(), EDGES),
+            TypeError,
+            "`x` must have the dtype .*torch.float16",
+        ),
+        (lambda: transformer()(features(7, 3).to_sparse(), EDGES), TypeError, "`x` must be dense"),
     ],
 )
 def test_wrong_transformers(call, error, message):
@@ -396,6 +423,33 @@ def test_gps_global_edges_are_explained():
     torch.testing.assert_close(ours(x, EDGES, BATCH), expected)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_an_explainer_with_other_edges_than_the_layer_s(local):
+    model, _ = gps_twins(local=local, norm=None)
+    model.attn.explain = None  # lets the mask of the local edges reach the global attention
+    explainer = Explainer(
+        model.eval(),
+        GNNExplainer(epochs=1),
+        explanation_type="model",
+        edge_mask_type="object",
+        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+    )
+    with pytest.raises(ValueError, match="got a mask of 9 for 81 edges"):
+        explainer(features(9, 8), EDGES)
+
+
+@pytest.mark.parametrize("attn_type", ["multihead", "performer"])
+def test_gps_takes_any_labels(attn_type):
+    model, _ = gps_twins(attn_type=attn_type, norm=None)
+    model.eval()
+    expected = model(features(9, 8), EDGES, BATCH)
+    for labels in (BATCH - 7, BATCH * 2**40, BATCH.to(torch.int8), BATCH.byte()):
+        torch.testing.assert_close(model(features(9, 8), EDGES, labels), expected)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    shuffled = model(features(9, 8)[order], order.argsort()[EDGES], BATCH[order])
+    torch.testing.assert_close(shuffled, expected[order])
+
+
 def test_gps_trains_every_parameter():
     ours, _ = gps_twins()
     ours(features(9, 8), EDGES, BATCH).square().sum().backward()
@@ -430,6 +484,39 @@ def test_graphs_of_a_batch_do_not_meet(sizes):
             r"`x` must have shape \[..., nodes, 8\], got \[9, 7\]",
         ),
         (lambda m: m(features(2, 9, 8), EDGES), ValueError, r"`x` must have shape \[nodes, 8\]"),
+        (lambda m: m(features(9, 8), EDGES, BATCH.bool()), TypeError, "`batch` must be a tensor of integers"),
+        (lambda m: m(features(9, 8), EDGES, BATCH.to_sparse()), TypeError, "`batch` must be dense"),
+        (
+            lambda m: m(features(9, 8), EDGES, BATCH.to("meta")),
+            ValueError,
+            "`batch` must be on the device of `x`",
+        ),
+        (
+            lambda m: m(features(9, 8).float(), EDGES),
+            TypeError,
+            "`x` must have the dtype of the layer's weights",
+        ),
+        (
+            lambda m: GPSConv(8, None, heads=3),
+            ValueError,
+            "`channels` must be a positive multiple of `heads`",
+        ),
+        (lambda m: GPSConv(8, None, heads=2.0), TypeError, "`heads` must be an int of at least 1, got 2.0"),
+        (lambda m: GPSConv(8, TransformerConv), TypeError, "`conv` must be a message passing layer or None"),
+        (lambda m: GPSConv(8, None, dropout=1.5), ValueError, "`dropout` must be a probability"),
+        (lambda m: GPSConv(8, None, attn_type="linear"), ValueError, '`attn_type` must be "multihead" or'),
+        (
+            lambda m: GPSConv(8, None, attn_kwargs={"heads": 2}),
+            TypeError,
+            r"`attn_kwargs` .* got \['heads'\]",
+        ),
+        (lambda m: GPSConv(8, None, attn_kwargs={"kdim": 4}), ValueError, "`attn_kwargs` must have kdim=8"),
+        (lambda m: GPSConv(8, None, attn_kwargs={"dropout": 2.0}), ValueError, "must be a probability"),
+        (  # which would broadcast
+            lambda m: GPSConv(8, TransformerConv(8, 1))(features(9, 8, dtype=torch.float32), EDGES),
+            ValueError,
+            r"`conv` must give features of shape \[9, 8\], as it takes them, got \[9, 1\]",
+        ),
         (lambda m: GPSConv(8, None, attn_kwargs={"add_bias_kv": True}), NotImplementedError, "`add_bias_kv`"),
         (
             lambda m: GPSConv(8, None, attn_kwargs={"add_zero_attn": True}),
@@ -460,5 +547,5 @@ def test_wrong_features_are_named_before_the_norm_sees_them(norm_first):
 
 
 def test_numbers_of_channels():
-    with pytest.raises(ValueError, match="`in_channels` and `out_channels` must be at least 1, got -1"):
+    with pytest.raises(ValueError, match="`in_channels` must be an int of at least 1, got -1"):
         GraphTransformer(-1, 8, 2, 1, 2)

@@ -541,7 +541,8 @@ def test_namings_do_not_mix():
 )
 def test_numbers_of_things(name, n):
     numbers = {"num_classes": 10, "dim": 16, "depth": 1, "heads": 2, "mlp_dim": 32, name: n}
-    with pytest.raises(ValueError, match=f"`{name}` must be an int of at least"):
+    error = ValueError if isinstance(n, int) else TypeError
+    with pytest.raises(error, match=f"`{name}` must be an int of at least"):
         VisionTransformer(32, 8, **numbers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch_geometric.nn import MessagePassing
 
 from graphattn.attention import attention_weights, graph_attention
 from graphattn.graph import Graph, as_graph
-from graphattn.nn.conv import has_message_watchers
+from graphattn.nn.conv import check_dense, check_edge_mask, check_probability, has_message_watchers
 
 
 class GraphMultiheadAttention(MessagePassing):
@@ -67,10 +68,9 @@ class GraphMultiheadAttention(MessagePassing):
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         check_heads("embed_dim", embed_dim, "num_heads", num_heads)
-        if min(kdim, vdim) < 1:
-            raise ValueError(f"`kdim` and `vdim` must be at least 1, got {kdim} and {vdim}.")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"`dropout` must be a probability in [0, 1], got {dropout}.")
+        check_count("kdim", kdim, 1)
+        check_count("vdim", vdim, 1)
+        check_probability("dropout", dropout)
         super().__init__(aggr="add", node_dim=-3)
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim, self.vdim = kdim, vdim
@@ -131,7 +131,8 @@ class GraphMultiheadAttention(MessagePassing):
 
         Raises:
             ValueError: a shape does not fit the layer or the graph; and as `graph_attention`.
-            TypeError: an operand is not a floating point tensor, or `graph` nothing that stands for a graph.
+            TypeError: an operand is not a dense floating point tensor of the layer's dtype, or `graph` nothing
+                that stands for a graph.
             IndexError: a node id of an `edge_index` is out of range.
         """
         query, key, value = self._operands(query, key, value)
@@ -165,6 +166,10 @@ class GraphMultiheadAttention(MessagePassing):
         alpha = F.dropout(alpha.to(value_j.dtype), dropout_p)
         return value_j * alpha.unsqueeze(-1)
 
+    def explain_message(self, inputs: Tensor, dim_size: int | None) -> Tensor:
+        check_edge_mask(self, inputs.size(self.node_dim))
+        return super().explain_message(inputs, dim_size)
+
     def _operands(self, query, key, value) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value with their defaults, checked."""
         if isinstance(query, (tuple, list)):
@@ -184,7 +189,7 @@ class GraphMultiheadAttention(MessagePassing):
         value = key if value is None else value
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), x in zip(widths.items(), (query, key, value)):
-            check_features(name, x, width)
+            check_features(name, x, width, self.out_proj.weight)
         if key.shape[:-2] != query.shape[:-2] or value.shape[:-1] != key.shape[:-1]:
             raise ValueError(
                 "`query`, `key` and `value` must have the same leading dimensions, and `key` and `value` as"
@@ -196,19 +201,29 @@ class GraphMultiheadAttention(MessagePassing):
         return f"{type(self).__name__}({self.embed_dim}, heads={self.num_heads})"
 
 
-def check_features(name: str, x: Tensor, width: int) -> None:
-    """That a tensor holds features of nodes, `[..., nodes, width]`."""
+def check_features(name: str, x: Tensor, width: int, weight: Any) -> None:
+    """That a tensor holds features of nodes, `[..., nodes, width]`, that `weight` can be multiplied with."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}.")
     if not x.is_floating_point():
         raise TypeError(f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`.")
     if x.dim() < 2 or x.size(-1) != width:
         raise ValueError(f"`{name}` must have shape [..., nodes, {width}], got {list(x.shape)}.")
+    check_dense(name, x, weight)
+
+
+def check_count(name: str, n: Any, least: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, Integral):  # NumPy's are integers too
+        raise TypeError(f"`{name}` must be an int of at least {least}, got {n!r}.")
+    if n < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}, got {n}.")
 
 
 def check_heads(name: str, channels: int, heads_name: str, heads: int) -> None:
     """Check that channels can be shared out among heads; the names are those of the caller's arguments."""
-    if heads < 1 or channels < 1 or channels % heads != 0:
+    check_count(name, channels, 1)
+    check_count(heads_name, heads, 1)
+    if channels % heads != 0:
         raise ValueError(
             f"`{name}` must be a positive multiple of `{heads_name}`, got {name}={channels} and"
             f" {heads_name}={heads}. Every head takes {name} / {heads_name} channels."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -81,8 +82,7 @@ class TransformerConv(pyg.TransformerConv):
         root_weight: bool = True,
         **kwargs: Any,
     ) -> None:
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"`dropout` must be a probability in [0, 1], got {dropout}.")
+        check_probability("dropout", dropout)
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
         )
@@ -116,8 +116,7 @@ class TransformerConv(pyg.TransformerConv):
         Raises:
             ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
                 together with `edge_attr` or with `flow="target_to_source"`.
-            TypeError: features that are not dense floating tensors; edge features of another dtype than the
-                layer's.
+                TypeError: features that are not dense floating tensors of the layer's dtype.
             IndexError: a node id outside `[0, N)`.
         """
         x_src, x_dst = self._endpoints(x)
@@ -184,6 +183,8 @@ class TransformerConv(pyg.TransformerConv):
                 raise TypeError(f"`x` must hold tensors, got {type(end).__name__} for the {name} nodes.")
             if not end.is_floating_point():
                 raise TypeError(f"`x` must be floating point, got {end.dtype} for the {name} nodes.")
+            linear = self.lin_key if name == "source" else self.lin_query
+            check_dense("x", end, getattr(linear, "weight", None))
             if end.dim() != 2 or (width >= 0 and end.size(1) != width):
                 raise ValueError(
                     f"`x` must have shape [nodes, {'channels' if width < 0 else width}] for the {name} nodes "
@@ -239,6 +240,10 @@ class TransformerConv(pyg.TransformerConv):
             or any(getattr(type(self), name) is not method for name, method in _MESSAGE_METHODS.items())
         )
 
+    def explain_message(self, inputs: Tensor, dim_size: int | None) -> Tensor:
+        check_edge_mask(self, inputs.size(self.node_dim))
+        return super().explain_message(inputs, dim_size)
+
     def __prepare_scriptable__(self) -> None:
         raise NotImplementedError(
             "TransformerConv: the fused operator has no TorchScript; use torch.compile or "
@@ -249,6 +254,40 @@ class TransformerConv(pyg.TransformerConv):
 def has_message_watchers(layer: pyg.MessagePassing) -> bool:
     """Whether an explainer or a hook wants the edge-wise messages of `layer`."""
     return bool(layer.explain or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS))
+
+
+def check_edge_mask(layer: pyg.MessagePassing, num_edges: int) -> None:
+    """That the edges of an explainer are as many as those that `layer` sends messages along."""
+    mask = layer._edge_mask
+    if mask is not None and mask.size(0) != num_edges:
+        raise ValueError(
+            f"{type(layer).__name__}: an explainer's edges must be those of the layer's graph, got a mask of"
+            f" {mask.size(0)} for {num_edges} edges. Explain `graph.to_edge_index()`, or set `explain = False` on"
+            " layers with a graph of their own."
+        )
+
+
+def check_dense(name: str, x: Tensor, weight: Any) -> None:
+    """That features are dense, and of the dtype of the weight that they meet first."""
+    if x.layout is not torch.strided:
+        raise TypeError(f"`{name}` must be dense, got {x.layout}. Convert it with `.to_dense()`.")
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or x.dtype == weight.dtype:
+        return
+    kind = x.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if casts and torch.float64 not in (x.dtype, weight.dtype):  # which autocast leaves as it is
+        return
+    raise TypeError(
+        f"`{name}` must have the dtype of the layer's weights, {weight.dtype}, got {x.dtype}. Convert the features"
+        " or the layer with `.to(dtype)`."
+    )
+
+
+def check_probability(name: str, p: Any) -> None:
+    if isinstance(p, bool) or not isinstance(p, Real):
+        raise TypeError(f"`{name}` must be a number in [0, 1], got {type(p).__name__}.")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"`{name}` must be a probability in [0, 1], got {p}.")
 
 
 def accelerate(model: _Model) -> _Model:

@@ -15,7 +15,14 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.utils import to_dense_batch
 
 from graphattn.graph import CompleteGraph
-from graphattn.nn.attention import GraphMultiheadAttention, check_features, check_heads, graph_between
+from graphattn.nn.attention import (
+    GraphMultiheadAttention,
+    check_count,
+    check_features,
+    check_heads,
+    graph_between,
+)
+from graphattn.nn.conv import check_probability
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -69,11 +76,12 @@ class GraphTransformerLayer(torch.nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if isinstance(activation, str):
-            if activation not in _ACTIVATIONS:
-                raise ValueError(f'`activation` must be "relu", "gelu" or a function, got {activation!r}.')
-            activation = _ACTIVATIONS[activation]
+        activation = _ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation
+        if not callable(activation):
+            raise ValueError(f'`activation` must be "relu", "gelu" or a function, got {activation!r}.')
         check_heads("d_model", d_model, "nhead", nhead)
+        check_count("dim_feedforward", dim_feedforward, 1)
+        check_probability("dropout", dropout)
         self.self_attn = GraphMultiheadAttention(d_model, nhead, dropout=dropout, bias=bias)
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias)
         self.dropout = Dropout(dropout)
@@ -108,7 +116,7 @@ class GraphTransformerLayer(torch.nn.Module):
         Raises:
             ValueError, TypeError, IndexError: as `GraphMultiheadAttention`.
         """
-        check_features("x", x, self.self_attn.embed_dim)
+        check_features("x", x, self.self_attn.embed_dim, self.linear1.weight)
         normed = self.norm1(x) if self.norm_first else x
         attended = self.self_attn(normed, graph, bias=bias, return_attention_weights=return_attention_weights)
         attended, weights = attended if return_attention_weights else (attended, None)
@@ -173,16 +181,12 @@ class GraphTransformer(torch.nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if min(num_layers, encoding_channels) < 0:
-            raise ValueError(
-                f"`num_layers` and `encoding_channels` must not be negative, got {num_layers} and"
-                f" {encoding_channels}."
-            )
         check_heads("hidden_channels", hidden_channels, "heads", heads)
-        if min(in_channels, out_channels) < 1:
-            raise ValueError(
-                f"`in_channels` and `out_channels` must be at least 1, got {in_channels} and {out_channels}."
-            )
+        counts = {"in_channels": (in_channels, 1), "out_channels": (out_channels, 1)}
+        counts |= {"num_layers": (num_layers, 0), "encoding_channels": (encoding_channels, 0)}
+        for name, (n, least) in counts.items():
+            check_count(name, n, least)
+        check_probability("dropout", dropout)
         self.in_channels, self.encoding_channels = in_channels, encoding_channels
         self.checkpointing = checkpointing
         self.lin_in = Linear(in_channels, hidden_channels)
@@ -228,7 +232,7 @@ class GraphTransformer(torch.nn.Module):
             ValueError: a shape does not fit the model or the graph, or `encoding` is missing or not expected.
             TypeError, IndexError: as `GraphMultiheadAttention`.
         """
-        _check_features("x", x, self.in_channels)
+        check_features("x", x, self.in_channels, self.lin_in.weight)
         nodes = x.size(-2)
         graph = graph_between(graph, nodes, nodes)
         x = self.lin_in(x)
@@ -239,11 +243,14 @@ class GraphTransformer(torch.nn.Module):
                 f" `encoding_channels={self.encoding_channels}`, got {got}."
             )
         if encoding is not None and self.lin_encoding is not None:
-            _check_features("encoding", encoding, self.encoding_channels)
-            if encoding.size(-2) != nodes:
+            check_features("encoding", encoding, self.encoding_channels, self.lin_encoding.weight)
+            leading = list(x.shape[:-2])  # each of which the encoding may have, have 1 of or lack
+            own = [1] * (x.dim() - encoding.dim()) + list(encoding.shape[:-2])
+            fits = len(own) == len(leading) and all(n in (1, size) for n, size in zip(own, leading))
+            if encoding.size(-2) != nodes or not fits:
                 raise ValueError(
-                    f"`encoding` must have shape [..., {nodes}, {self.encoding_channels}] for `x` of {nodes}"
-                    f" nodes, got {list(encoding.shape)}."
+                    f"`encoding` must have shape [..., {nodes}, {self.encoding_channels}] for `x` of {nodes} nodes,"
+                    f" the leading dimensions none or such as broadcast to {leading}, got {list(encoding.shape)}."
                 )
             x = x + self.lin_encoding(encoding)
         weights = []
@@ -259,14 +266,6 @@ class GraphTransformer(torch.nn.Module):
                 weights.append(alpha)
         x = self.lin_out(self.norm(x))
         return (x, weights) if return_attention_weights else x
-
-
-def _check_features(name: str, x: Tensor, channels: int) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`{name}` must be a floating point tensor, got {got}.")
-    if x.dim() < 2 or x.size(-1) != channels:
-        raise ValueError(f"`{name}` must have shape [..., nodes, {channels}], got {list(x.shape)}.")
 
 
 class GPSConv(pyg.GPSConv):
@@ -295,6 +294,9 @@ class GPSConv(pyg.GPSConv):
         attn_kwargs: further arguments of the attention, such as `dropout` and `bias`.
 
     Raises:
+        ValueError: `channels` is not a multiple of `heads`, `dropout` lies outside [0, 1], `attn_type` is another
+            word, or `attn_kwargs` has other channels for keys or values than nodes have.
+        TypeError: `conv` is no module, or `attn_kwargs` has an argument that the attention does not take.
         NotImplementedError: `attn_kwargs` asks for keys beside those of the nodes (`add_bias_kv`,
             `add_zero_attn`).
 
@@ -321,6 +323,14 @@ class GPSConv(pyg.GPSConv):
         attn_type: str = "multihead",
         attn_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        if conv is not None and not isinstance(conv, torch.nn.Module):
+            raise TypeError(f"`conv` must be a message passing layer or None, got {conv!r}.")
+        if attn_type not in ("multihead", "performer"):
+            raise ValueError(f'`attn_type` must be "multihead" or "performer", got {attn_type!r}.')
+        check_heads("channels", channels, "heads", heads)
+        check_probability("dropout", dropout)
+        if attn_type == "multihead":
+            _check_attention_arguments(attn_kwargs, channels)
         super().__init__(
             channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs
         )
@@ -342,7 +352,7 @@ class GPSConv(pyg.GPSConv):
         Args:
             x: `[nodes, channels]`.
             edge_index: the edges of `conv`, in any form that it takes.
-            batch: integer `[nodes]`, which graph a node is in, in any order; None for one graph.
+            batch: integer `[nodes]`, which graph a node is in, any label in any order; None for one graph.
             return_attention_weights: truthy to get the weights of the global attention as well.
             **kwargs: further arguments of `conv`.
 
@@ -351,22 +361,23 @@ class GPSConv(pyg.GPSConv):
             all pairs of nodes of one graph, alpha `[E, heads]`, before dropout.
 
         Raises:
-            ValueError: `x` or `batch` has a wrong shape, or weights are asked of a "performer", which has none.
-            TypeError: `batch` is not an integer tensor.
+            ValueError: `x` or `batch` has a wrong shape, `conv` gives other channels than it takes, or weights
+                are asked of a "performer", which has none.
+            TypeError: `batch` is not an integer tensor, or `x` not a dense one of the layer's dtype.
         """
-        _check_features("x", x, self.channels)
+        check_features("x", x, self.channels, next(self.mlp.parameters()))
         if x.dim() != 2:
             raise ValueError(f"`x` must have shape [nodes, {self.channels}], got {list(x.shape)}.")
-        if batch is not None and not isinstance(batch, Tensor):
-            raise TypeError(f"`batch` must be a tensor of integers, got {type(batch).__name__}.")
-        if batch is not None and batch.shape != x.shape[:1]:
-            raise ValueError(
-                f"`batch` must have shape [{x.size(0)}], one label for each node of `x`, got"
-                f" {list(batch.shape)}."
-            )
+        if batch is not None:
+            _check_batch(batch, x)
         parts = []
         if self.conv is not None:
             h = self.conv(x, edge_index, **kwargs)
+            if not isinstance(h, Tensor) or h.shape != x.shape:  # which might broadcast
+                got = list(h.shape) if isinstance(h, Tensor) else type(h).__name__
+                raise ValueError(
+                    f"`conv` must give features of shape {list(x.shape)}, as it takes them, got {got}."
+                )
             h = F.dropout(h, p=self.dropout, training=self.training)
             parts.append(self._normalised(self.norm1, h + x, batch))
         attended, weights = self._attended(x, batch, return_attention_weights)
@@ -401,9 +412,40 @@ class GPSConv(pyg.GPSConv):
         if batch is None:
             dense, mask = to_dense_batch(x)
             return self.attn(dense, mask=mask)[mask], None
-        labels, order = batch.sort(stable=True)
+        labels, order = batch.unique(return_inverse=True)[1].sort(stable=True)
         dense, mask = to_dense_batch(x[order], labels)
         return self.attn(dense, mask=mask)[mask][order.argsort()], None
+
+
+def _check_attention_arguments(arguments: Any, channels: int) -> None:
+    if arguments is None:
+        return
+    known = ("dropout", "bias", "add_bias_kv", "add_zero_attn", "kdim", "vdim", "device", "dtype")
+    if not isinstance(arguments, dict) or not set(arguments) <= set(known):
+        got = sorted(set(arguments) - set(known)) if isinstance(arguments, dict) else type(arguments).__name__
+        raise TypeError(f"`attn_kwargs` must be None or a dict of {', '.join(known)}, got {got}.")
+    check_probability("attn_kwargs['dropout']", arguments.get("dropout", 0.0))
+    for name in ("kdim", "vdim"):
+        if arguments.get(name) not in (None, channels):
+            raise ValueError(
+                f"`attn_kwargs` must have {name}={channels}, the channels of a node, or none, got"
+                f" {arguments[name]!r}."
+            )
+
+
+def _check_batch(batch: Any, x: Tensor) -> None:
+    if not isinstance(batch, Tensor):
+        raise TypeError(f"`batch` must be a tensor of integers, got {type(batch).__name__}.")
+    if batch.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"`batch` must be a tensor of integers, got {batch.dtype}.")
+    if batch.layout is not torch.strided:
+        raise TypeError(f"`batch` must be dense, got {batch.layout}.")
+    if batch.shape != x.shape[:1]:
+        raise ValueError(
+            f"`batch` must have shape [{x.size(0)}], one label for each node of `x`, got {list(batch.shape)}."
+        )
+    if batch.device != x.device:
+        raise ValueError(f"`batch` must be on the device of `x`, {x.device}, got {batch.device}.")
 
 
 def _on_graphs(attention: torch.nn.MultiheadAttention) -> GraphMultiheadAttention:

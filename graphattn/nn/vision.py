@@ -14,7 +14,8 @@ from torch.nn import Conv2d, LayerNorm, Linear, ModuleList, Parameter
 from torch_geometric.nn.inits import reset
 
 from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph
-from graphattn.nn.attention import check_heads
+from graphattn.nn.attention import check_count, check_heads
+from graphattn.nn.conv import check_dense, check_probability
 from graphattn.nn.transformer import GraphTransformerLayer
 
 
@@ -100,8 +101,8 @@ class VisionTransformer(torch.nn.Module):
         least = {"num_classes": 0, "in_channels": 1, "depth": 0, "mlp_dim": 1, "registers": 0}
         given = dict(zip(least, (num_classes, in_channels, depth, mlp_dim, registers)))
         for name, n in given.items():
-            if isinstance(n, bool) or not isinstance(n, int) or n < least[name]:
-                raise ValueError(f"`{name}` must be an int of at least {least[name]}, got {n!r}.")
+            check_count(name, n, least[name])
+        check_probability("dropout", dropout)
         self.image_size, self.patch_size = _pair("image_size", image_size), _pair("patch_size", patch_size)
         self.radius, self.pool, self.norm_pooled, self.remainder = radius, pool, norm_pooled, remainder
         height, width = self._grid(*self.image_size)
@@ -153,7 +154,7 @@ class VisionTransformer(torch.nn.Module):
 
         Raises:
             ValueError: `images` has a wrong shape.
-            TypeError: `images` is not a floating point tensor.
+            TypeError: `images` is not a dense floating point tensor of the model's dtype.
         """
         x = self.patch_embedding(self._whole_patches(images))
         height, width = x.shape[-2:]
@@ -237,6 +238,7 @@ class VisionTransformer(torch.nn.Module):
             raise ValueError(
                 f"`images` must have shape [batch, {channels}, height, width], got {list(images.shape)}."
             )
+        check_dense("images", images, self.patch_embedding.weight)
         height, width = (n * patch for n, patch in zip(self._grid(*images.shape[-2:]), self.patch_size))
         missing = height - images.size(2), width - images.size(3)
         if max(missing) > 0:
