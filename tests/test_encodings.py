@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import AddLaplacianEigenvectorPE
 
+import graphattn.encodings
 from graphattn import (
     CompleteGraph,
     Graph,
@@ -268,6 +269,82 @@ class TestLaplacianEigenvectors:
             assert encoding.dtype == torch.float64 and encoding.isfinite().all()
             torch.testing.assert_close(encoding.T @ encoding, torch.eye(6).double())
 
+    @pytest.mark.parametrize("normalization", ["sym", None])
+    def test_small_components_beside_large_ones(self, normalization):
+        """Weights of 1e300 and of 1e-300: the ratios within each component are what counts."""
+        graph = undirected([(0, 1), (2, 3), (3, 4)], 5)
+        weight = torch.tensor([1e300, 1e-300, 3e-300] * 2, dtype=torch.float64)
+        together = laplacian_eigenvectors(graph, 3, edge_weight=weight, normalization=normalization)
+        alone = laplacian_eigenvectors(
+            undirected([(0, 1), (1, 2)], 3),
+            2,
+            edge_weight=torch.tensor([1.0, 3.0] * 2, dtype=torch.float64),
+            normalization=normalization,
+        )
+        expected = torch.zeros(5, 3, dtype=torch.float64)
+        pair = torch.tensor([1.0, -1.0], dtype=torch.float64) / 2**0.5
+        if normalization is None:  # the eigenvalues 2e300 of the pair and about 1e-300 of the others
+            expected[2:, :2], expected[:2, 2] = alone, pair
+        else:  # eigenvalues 1, 2 of the path, whose order beside the 2 of the pair is open
+            expected[2:, 0] = alone[:, 0]
+            assert (together[:, 1:].square().sum(1)[:2] - 0.5).abs().max() < 1e-12
+            together, expected = together[:, :1], expected[:, :1]
+        torch.testing.assert_close(together, expected, atol=1e-12, rtol=0)
+
+    @pytest.mark.parametrize("normalization", ["sym", None])
+    def test_weights_beyond_all_ratios_keep_the_component(self, normalization):
+        """0 and 1 joined by 1e300, 2 to them by 1e-300: one component, so one null vector and two others."""
+        weight = torch.tensor([1e300, 1e-300] * 2, dtype=torch.float64)
+        graph = undirected([(0, 1), (1, 2)], 3)
+        encoding = laplacian_eigenvectors(graph, 3, edge_weight=weight, normalization=normalization)
+        # Of the node alone with eigenvalue 1, or of the node against the pair with an eigenvalue of about 0.
+        first = [0.0, 0.0, 1.0] if normalization == "sym" else [-(6**-0.5), -(6**-0.5), 2 * 6**-0.5]
+        expected = torch.tensor([first, [0.5**0.5, -(0.5**0.5), 0.0], [0.0] * 3], dtype=torch.float64).T
+        torch.testing.assert_close(encoding, expected, atol=1e-12, rtol=0)
+
+    @pytest.mark.parametrize("normalization", ["sym", None])
+    @pytest.mark.parametrize("decades", [9, 13, 18, 40])
+    @pytest.mark.parametrize("shape", ["path", "star", "tree", "random", "weak link"])
+    def test_weights_far_apart(self, shape, decades, normalization):
+        """Above the size that is solved densely: residual, orthonormality, and the smallest eigenvalues."""
+        n, k = 400, 6
+        i = torch.arange(1, n)
+        pairs = torch.stack([{"star": 0 * i, "tree": (i - 1) // 2}.get(shape, i - 1), i], 1)
+        if shape == "random":
+            pairs = torch.cat([pairs, torch.randint(n, (3 * n, 2))])
+            pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        weight = 10 ** (torch.rand(len(pairs), dtype=torch.float64) * decades)
+        if shape == "weak link":
+            weight = torch.ones(n - 1, dtype=torch.float64)
+            weight[n // 2] = 10.0**-decades
+        weight = weight.repeat(2)
+        graph = undirected(pairs, n)
+        vectors = laplacian_eigenvectors(graph, k, edge_weight=weight, normalization=normalization)
+        L = laplacian(graph, weight, normalization == "sym")
+        L = L / L.diag().max()
+        torch.testing.assert_close(vectors.T @ vectors, torch.eye(k).double(), atol=1e-12, rtol=0)
+        values = (vectors * (L @ vectors)).sum(0)
+        assert (L @ vectors - vectors * values).norm(dim=0).max() < 1e-9
+        exact = torch.linalg.eigvalsh(L)[1 : k + 1]
+        torch.testing.assert_close(values, exact, atol=2e-13, rtol=1e-9)
+
+    def test_it_says_where_it_does_not_converge(self, monkeypatch):
+        monkeypatch.setattr(graphattn.encodings, "_FALLBACK", 0)
+        monkeypatch.setattr(
+            graphattn.encodings, "_largest_eigenpairs", lambda *_: (False, torch.ones(3), torch.ones(300, 2))
+        )
+        with pytest.raises(RuntimeError, match="300 nodes"):
+            laplacian_eigenvectors(path(300), 2)
+
+    def test_more_eigenvectors_than_fit_a_block(self):
+        """A block of k + 2, ten of which would be more than all nodes."""
+        graph = expander_graph(300, 6, seed=0)
+        vectors = laplacian_eigenvectors(graph, 70).double()
+        torch.testing.assert_close(vectors.T @ vectors, torch.eye(70).double(), atol=1e-5, rtol=0)
+        values = (vectors * (laplacian(graph) @ vectors)).sum(0)
+        exact = torch.linalg.eigvalsh(laplacian(graph))[1:71]
+        torch.testing.assert_close(values, exact, atol=1e-6, rtol=0)
+
     def test_relabelled_nodes(self):
         """Up to sign, where eigenvalues are simple."""
         graph = undirected([(i, i + 1) for i in range(399)] + [(3, 40), (100, 180)], 400)
@@ -339,6 +416,14 @@ class TestRandomWalk:
         torch.testing.assert_close(walks[:, 1], torch.tensor([1.0, 0.75, 0.25]))
         pair = SparseGraph.from_edge_index(torch.tensor([[0, 1], [1, 0]]))
         assert random_walk(pair, 2, edge_weight=torch.tensor([0.1, 0.1])).tolist() == [[0, 1], [0, 1]]
+
+    def test_weights_of_any_size(self):
+        """Each row by its own largest weight: none vanishes beside another, and no sum overflows."""
+        graph = SparseGraph.from_edge_index(torch.tensor([[0, 1, 0, 2, 3, 4], [1, 0, 2, 0, 4, 3]]))
+        weight = torch.tensor([1.5e308, 5e-324, 0.5e308, 1e308, 1e-300, 1e-320], dtype=torch.float64)
+        expected = torch.tensor([[0.0, 1.0], [0.0, 0.75], [0.0, 0.25], [0.0, 1.0], [0.0, 1.0]])
+        walks = random_walk(graph, 2, edge_weight=weight)
+        torch.testing.assert_close(walks, expected.double(), atol=1e-12, rtol=0)
 
     def test_isolated_nodes_sinks_and_self_loops(self, dtype):
         isolated = undirected([(0, 1)], 3)
