@@ -7,6 +7,7 @@ concatenate it, or pass it as a bias.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +46,8 @@ def sinusoidal(
         ``[nodes, dim]`` in the dtype of floating positions, else in PyTorch's default dtype.
 
     Raises:
-        ValueError: positions have another shape or are not finite, `dim` is negative, or `base` not positive.
-        TypeError: positions are not a real tensor, or `dim` is not an int.
+        ValueError: positions have another shape or are not finite, `dim` is negative, or `base` less than 1.
+        TypeError: positions are not a dense tensor of real numbers, `dim` not an int, or `base` not a number.
 
     Example:
         >>> sinusoidal(torch.tensor([0, 1]), 4)
@@ -55,9 +56,8 @@ def sinusoidal(
 
     Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
     """
-    dim = _count("dim", dim)
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0.0 < base < math.inf:
-        raise ValueError(f"`base` must be a positive number, got {base!r}.")
+    dim = checked_count("dim", dim, 0)
+    base = checked_base(base)
     positions, dtype = checked_positions(positions)
     num_nodes, axes = positions.shape
     pairs = dim // (2 * axes) if axes else 0
@@ -124,7 +124,7 @@ def laplacian_eigenvectors(
     """
     from scipy.sparse import coo_array, csgraph, diags_array, eye_array
 
-    k = _count("k", k)
+    k = checked_count("k", k, 0)
     if normalization not in ("sym", None):
         raise ValueError(f'`normalization` must be "sym" or None, got {normalization!r}.')
     if directed not in ("symmetrize", "raise"):
@@ -226,7 +226,7 @@ def random_walk(
     from scipy.sparse import coo_array, diags_array, eye_array
     from tqdm import tqdm
 
-    steps = _count("steps", steps)
+    steps = checked_count("steps", steps, 0)
     source, target, weight, dtype = _weighted_edges(graph, edge_weight)
     num_nodes = graph.num_queries
     largest = np.zeros(
@@ -345,7 +345,7 @@ def alibi(graph: Graph, heads: int) -> Float[Tensor, "*edges heads"]:
     Press et al., `Train Short, Test Long <https://arxiv.org/abs/2108.12409>`_, 2022; on grids: Fuller et al.,
     `CROMA <https://arxiv.org/abs/2311.00566>`_, 2023.
     """
-    heads = _count("heads", heads, least=1)
+    heads = checked_count("heads", heads, 1)
     power = 2 ** (heads.bit_length() - 1)
     exponents = [8 * (h + 1) / power for h in range(power)]
     exponents += [4 * (2 * h + 1) / power for h in range(heads - power)]
@@ -356,19 +356,44 @@ def alibi(graph: Graph, heads: int) -> Float[Tensor, "*edges heads"]:
 
 def checked_positions(positions: Tensor) -> tuple[Tensor, torch.dtype]:
     """Positions as ``[nodes, axes]``, and the dtype of an encoding of them."""
-    if not isinstance(positions, Tensor) or positions.is_complex() or positions.dtype == torch.bool:
-        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        raise TypeError(f"`positions` must be a tensor of real numbers, got {got}.")
+    if not isinstance(positions, Tensor) or positions.layout is not torch.strided:
+        got = positions.layout if isinstance(positions, Tensor) else type(positions).__name__
+        raise TypeError(f"`positions` must be a dense tensor, got {got}.")
+    floating = positions.is_floating_point()
+    if positions.dtype in (torch.bool, torch.complex64, torch.complex128, torch.complex32) or (
+        floating and positions.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    ):
+        raise TypeError(
+            f"`positions` must be integers, float16, bfloat16, float32 or float64, got {positions.dtype}."
+        )
     if positions.dim() not in (1, 2):
         raise ValueError(
             f"`positions` must have shape [nodes] or [nodes, axes], got {list(positions.shape)}."
             " Graphs of one batch go side by side along nodes."
         )
-    floating = positions.is_floating_point()
-    if floating and not torch.compiler.is_compiling() and not positions.isfinite().all():
+    unknown = torch.compiler.is_compiling() or positions.is_meta
+    if floating and not unknown and not positions.isfinite().all():
         raise ValueError("`positions` must be finite, got NaN or infinity.")
     dtype = positions.dtype if floating else torch.get_default_dtype()
     return positions.unsqueeze(1) if positions.dim() == 1 else positions, dtype
+
+
+def checked_base(base: float) -> float:
+    """The ratio of the longest to the shortest wavelength."""
+    if isinstance(base, bool) or not isinstance(base, (int, float, np.integer, np.floating)):
+        raise TypeError(f"`base` must be a number, got {type(base).__name__}.")
+    # The longest wavelength is no shorter than the shortest; and so no angle is larger than its position.
+    if not 1.0 <= base <= sys.float_info.max:
+        raise ValueError(f"`base` must be a finite number of at least 1, got {base!r}.")
+    return float(base)
+
+
+def checked_count(name: str, x: int, least: int) -> int:
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise TypeError(f"`{name}` must be an int, got {type(x).__name__}.")
+    if x < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {x}.")
+    return int(x)
 
 
 def _smallest_eigenpairs(L, null: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -598,11 +623,3 @@ def _check_graph(graph: Graph) -> None:
         raise TypeError(
             f"`graph` must be a Graph, got {type(graph).__name__}. Build one with graphattn.as_graph."
         )
-
-
-def _count(name: str, x: int, least: int = 0) -> int:
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-        raise TypeError(f"`{name}` must be an int, got {type(x).__name__}.")
-    if x < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {x}.")
-    return int(x)

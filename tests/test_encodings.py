@@ -24,6 +24,7 @@ from graphattn import (
     graph_attention,
 )
 from graphattn.encodings import alibi, laplacian_eigenvectors, random_walk, relative_positions, sinusoidal
+from graphattn.nn import RotaryEncoding
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -106,6 +107,9 @@ class TestSinusoidal:
             ((torch.zeros(()), 4), ValueError, "positions.*shape"),
             (([0, 1], 4), TypeError, "positions"),
             ((torch.tensor([True]), 4), TypeError, "positions"),
+            ((torch.ones(2).to(torch.float8_e4m3fn), 4), TypeError, "float8_e4m3fn"),
+            ((torch.ones(2).to_sparse(), 4), TypeError, "dense tensor, got torch.sparse_coo"),
+            ((torch.zeros(2, dtype=torch.complex64), 4), TypeError, "complex64"),
             ((torch.tensor([math.nan]), 4), ValueError, "finite"),
             ((torch.tensor([math.inf]), 4), ValueError, "finite"),
             ((torch.zeros(2), -1), ValueError, "dim"),
@@ -115,8 +119,29 @@ class TestSinusoidal:
     def test_bad_input(self, arguments, error, words):
         with pytest.raises(error, match=words):
             sinusoidal(*arguments)
-        with pytest.raises(ValueError, match="base"):
-            sinusoidal(torch.zeros(2), 4, base=0.0)
+
+    @pytest.mark.parametrize("base", [0, 5e-324, 1e-310, 0.5, -1.0, math.inf, math.nan, 10**400])
+    def test_bad_base(self, base):
+        for call in (sinusoidal, lambda *_, base: RotaryEncoding(4, base=base)):
+            with pytest.raises(ValueError, match="`base` must be a finite number of at least 1"):
+                call(torch.zeros(2), 4, base=base)
+
+    @pytest.mark.parametrize("base", [True, "10", None, torch.tensor(10.0), 1j])
+    def test_base_of_another_kind(self, base):
+        for call in (sinusoidal, lambda *_, base: RotaryEncoding(4, base=base)):
+            with pytest.raises(TypeError, match="`base` must be a number"):
+                call(torch.zeros(2), 4, base=base)
+
+    @pytest.mark.parametrize("base", [1, 1.0, 3.5, np.float32(100), 1.7e308])
+    def test_any_base_from_one_on(self, base):
+        positions = torch.tensor([-1e308, -2.5, 1.0], dtype=torch.float64)
+        encoding = sinusoidal(positions, 6, base=base)
+        for i, p in enumerate(positions.tolist()):
+            for c in range(3):
+                angle = p * float(base) ** (-c / 3)
+                if abs(angle) < 1e3:
+                    assert encoding[i, 2 * c].item() == pytest.approx(math.sin(angle), abs=1e-10)
+        assert encoding.isfinite().all() and encoding.abs().max() <= 1
 
 
 def laplacian(graph: Graph, weight: Tensor | None = None, normalized: bool = True) -> Tensor:
@@ -470,6 +495,8 @@ class TestRandomWalk:
             ((CompleteGraph(3, num_keys=4), 2), {}, ValueError, "keys"),
             ((graph, 2), {"edge_weight": -torch.ones(6)}, ValueError, "edge_weight"),
             ((graph, 2), {"edge_weight": torch.ones(2, 6)}, ValueError, "edge_weight"),
+            ((graph, 2), {"edge_weight": torch.full((6,), math.inf)}, ValueError, "finite.*inf"),
+            ((graph, 2), {"edge_weight": torch.ones(6).to_sparse()}, TypeError, "dense"),
             ((graph, 2), {"edge_weight": [1.0] * 6}, TypeError, "edge_weight"),
         ]:
             with pytest.raises(error, match=words):
