@@ -658,7 +658,7 @@ class GridGraph(_StructuredGraph):
                 f'With border="shift" no window may be unbounded on one side only, got radius={radius!r}.'
                 " Use None for the whole axis."
             )
-        edges = (_box_edges(n, *one, dilation, border) for n, one in zip(shape, box))
+        edges = [_box_edges(n, *one, dilation, border) for n, one in zip(shape, box)]
         _fill(
             self,
             num_queries=math.prod(shape),

@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from graphattn.encodings import laplacian_eigenvectors, random_walk, sinusoidal
+from graphattn.encodings import checked_count, laplacian_eigenvectors, random_walk, sinusoidal
 from graphattn.graph import Graph, as_graph
 
 
@@ -44,7 +44,7 @@ class AddLaplacianEigenvectorPE(BaseTransform):
     def __init__(
         self, k: int, attr_name: str | None = "laplacian_eigenvector_pe", *, random_sign: bool = False
     ) -> None:
-        self.k = _checked("k", k)
+        self.k = checked_count("k", k, 0)
         self.attr_name = attr_name
         self.random_sign = random_sign
 
@@ -88,7 +88,7 @@ class AddRandomWalkPE(BaseTransform):
     """
 
     def __init__(self, walk_length: int, attr_name: str | None = "random_walk_pe") -> None:
-        self.walk_length = _checked("walk_length", walk_length)
+        self.walk_length = checked_count("walk_length", walk_length, 0)
         self.attr_name = attr_name
 
     def forward(self, data: Data) -> Data:
@@ -126,7 +126,7 @@ class AddSinusoidalPE(BaseTransform):
     """
 
     def __init__(self, dim: int, attr_name: str | None = "sinusoidal_pe") -> None:
-        self.dim = _checked("dim", dim)
+        self.dim = checked_count("dim", dim, 0)
         self.attr_name = attr_name
 
     def forward(self, data: Data) -> Data:
@@ -223,11 +223,3 @@ def _by_graph(data: Data, encode: Callable[[Data], Tensor]) -> Tensor:
 def _device(data: Data) -> torch.device | None:
     held = next((x for x in data.to_dict().values() if isinstance(x, Tensor)), None)
     return None if held is None else held.device
-
-
-def _checked(name: str, x: int) -> int:
-    if isinstance(x, bool) or not isinstance(x, int):
-        raise TypeError(f"`{name}` must be an int, got {type(x).__name__}.")
-    if x < 0:
-        raise ValueError(f"`{name}` must be at least 0, got {x}.")
-    return x

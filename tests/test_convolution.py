@@ -161,11 +161,91 @@ def test_bad_input():
     ]:
         with pytest.raises(error, match=words):
             layer(images)
-    for options in ({"heads": 0}, {"heads": 1.5}, {"groups": 2}, {"padding_mode": "mirror"}, {"dilation": 0}):
-        with pytest.raises(ValueError):
-            ConvolutionalAttention(3, 4, 3, **options)
-    with pytest.raises(ValueError):
-        ConvolutionalAttention(3, 4, 0)
+    with pytest.raises(TypeError, match="dense"):
+        layer(torch.zeros(1, 2, 5, 5).to_sparse())
+
+
+@pytest.mark.parametrize(
+    "name", ["in_channels", "out_channels", "kernel_size", "dilation", "groups", "heads"]
+)
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)],
+)
+def test_bad_numbers(name, wrong, error):
+    arguments = {"in_channels": 2, "out_channels": 4, "kernel_size": 3}
+    with pytest.raises(error, match=f"`{name}` must be"):
+        ConvolutionalAttention(**(arguments | {name: wrong}))
+    if name in ("kernel_size", "dilation"):
+        with pytest.raises(error, match=f"`{name}` must be"):
+            ConvolutionalAttention(**(arguments | {name: (1, wrong)}))
+        for wrong_pair in ((), (3,), (3, 3, 3)):
+            with pytest.raises(ValueError, match="a pair"):
+                ConvolutionalAttention(**(arguments | {name: wrong_pair}))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"groups": 2}, ValueError, "divisible by groups"),
+        ({"padding_mode": "mirror"}, ValueError, "`padding_mode` must be one of zeros, reflect"),
+        ({"padding_mode": ["zeros"]}, ValueError, "`padding_mode`"),
+        ({"padding": "all"}, ValueError, "`padding` must be one of same, valid"),
+        ({"padding": -1}, ValueError, "`padding`"),
+        ({"padding": (1, 2, 3)}, ValueError, "a pair"),
+        ({"padding": None}, TypeError, "`padding`"),
+        ({"padding": True}, TypeError, "`padding`"),
+    ],
+)
+def test_bad_options(options, error, words):
+    with pytest.raises(error, match=words):
+        ConvolutionalAttention(3, 4, 3, **options)
+
+
+@pytest.mark.parametrize("kernel", [3, (5, 2), 9])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_pixels_that_are_not_finite(bad, kernel):
+    """They reach the outputs that a convolution's do, and leave all others as they are."""
+    conv = torch.nn.Conv2d(3, 2, kernel, padding=1)
+    layer, images = ConvolutionalAttention.from_conv2d(conv), torch.randn(2, 3, 14, 12)
+    images[0, 1, 4, 6] = bad
+    exact = conv(images)
+    nan = torch.where(exact.isfinite(), exact, math.nan)
+    torch.testing.assert_close(layer(images), nan, atol=1e-5, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype):
+    """Dtypes as in a convolution, also in a chain of them, and float64 kept."""
+    conv = torch.nn.Conv2d(2, 3, 3, padding=1)
+    layer, images = ConvolutionalAttention.from_conv2d(conv), torch.randn(2, 2, 6, 7)
+    exact = conv(images)
+    with torch.autocast("cpu", dtype):
+        for given in (images, images.to(dtype)):
+            out, theirs = layer(given), conv(given)
+            assert out.dtype == theirs.dtype == dtype
+            torch.testing.assert_close(out.float(), exact, atol=8 * torch.finfo(dtype).eps, rtol=0)
+        chain = torch.nn.Sequential(layer, torch.nn.ReLU(), ConvolutionalAttention(3, 2, 3))
+        chain(images).float().sum().backward()
+        assert layer.weight.grad.dtype == torch.float32 and layer.weight.grad.isfinite().all()
+        double = ConvolutionalAttention.from_conv2d(conv.double())
+        torch.testing.assert_close(double(images.double()), conv(images.double()))
+        with pytest.raises(TypeError, match="float64"):
+            layer(images.double())
+
+
+def test_compiles():
+    """In one graph, for images of any size."""
+    conv = torch.nn.Conv2d(2, 3, (3, 2), padding=1, dilation=(1, 2))
+    layer = ConvolutionalAttention.from_conv2d(conv)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for height in (6, 9):
+        images = torch.randn(2, 2, height, 7, requires_grad=True)
+        out = compiled(images)
+        torch.testing.assert_close(out, conv(images), atol=1e-5, rtol=0)
+        (grad,) = torch.autograd.grad(out.square().sum(), images)
+        (expected,) = torch.autograd.grad(conv(images).square().sum(), images)
+        torch.testing.assert_close(grad, expected, atol=1e-4, rtol=0)
 
 
 def test_a_convolution_with_a_forward_of_its_own_is_refused():
@@ -177,3 +257,25 @@ def test_a_convolution_with_a_forward_of_its_own_is_refused():
         ConvolutionalAttention.from_conv2d(Doubled(1, 1, 3))
     with pytest.raises(TypeError, match="complex64"):
         ConvolutionalAttention.from_conv2d(torch.nn.Conv2d(1, 1, 3, dtype=torch.complex64))
+    plain = torch.nn.Conv2d(1, 1, 3)
+    plain.forward = lambda x: 0 * x
+    with pytest.raises(TypeError, match="forward of that class"):
+        ConvolutionalAttention.from_conv2d(plain)
+    hooked = torch.nn.Conv2d(1, 1, 3)
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(TypeError, match="hooks"):
+        ConvolutionalAttention.from_conv2d(hooked)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_convolution_without_weights_is_refused():
+    with pytest.raises(ValueError, match="LazyConv2d"):
+        ConvolutionalAttention.from_conv2d(torch.nn.LazyConv2d(2, 3))
+
+
+def test_a_parametrized_convolution():
+    conv = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv2d(2, 3, 3))
+    images = torch.randn(1, 2, 5, 5)
+    torch.testing.assert_close(
+        ConvolutionalAttention.from_conv2d(conv)(images), conv(images), atol=1e-5, rtol=0
+    )

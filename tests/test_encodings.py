@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import AddLaplacianEigenvectorPE
 
+import graphattn.encodings
 from graphattn import (
     CompleteGraph,
     Graph,
@@ -23,6 +24,7 @@ from graphattn import (
     graph_attention,
 )
 from graphattn.encodings import alibi, laplacian_eigenvectors, random_walk, relative_positions, sinusoidal
+from graphattn.nn import RotaryEncoding
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -105,6 +107,9 @@ class TestSinusoidal:
             ((torch.zeros(()), 4), ValueError, "positions.*shape"),
             (([0, 1], 4), TypeError, "positions"),
             ((torch.tensor([True]), 4), TypeError, "positions"),
+            ((torch.ones(2).to(torch.float8_e4m3fn), 4), TypeError, "float8_e4m3fn"),
+            ((torch.ones(2).to_sparse(), 4), TypeError, "dense tensor, got torch.sparse_coo"),
+            ((torch.zeros(2, dtype=torch.complex64), 4), TypeError, "complex64"),
             ((torch.tensor([math.nan]), 4), ValueError, "finite"),
             ((torch.tensor([math.inf]), 4), ValueError, "finite"),
             ((torch.zeros(2), -1), ValueError, "dim"),
@@ -114,8 +119,29 @@ class TestSinusoidal:
     def test_bad_input(self, arguments, error, words):
         with pytest.raises(error, match=words):
             sinusoidal(*arguments)
-        with pytest.raises(ValueError, match="base"):
-            sinusoidal(torch.zeros(2), 4, base=0.0)
+
+    @pytest.mark.parametrize("base", [0, 5e-324, 1e-310, 0.5, -1.0, math.inf, math.nan, 10**400])
+    def test_bad_base(self, base):
+        for call in (sinusoidal, lambda *_, base: RotaryEncoding(4, base=base)):
+            with pytest.raises(ValueError, match="`base` must be a finite number of at least 1"):
+                call(torch.zeros(2), 4, base=base)
+
+    @pytest.mark.parametrize("base", [True, "10", None, torch.tensor(10.0), 1j])
+    def test_base_of_another_kind(self, base):
+        for call in (sinusoidal, lambda *_, base: RotaryEncoding(4, base=base)):
+            with pytest.raises(TypeError, match="`base` must be a number"):
+                call(torch.zeros(2), 4, base=base)
+
+    @pytest.mark.parametrize("base", [1, 1.0, 3.5, np.float32(100), 1.7e308])
+    def test_any_base_from_one_on(self, base):
+        positions = torch.tensor([-1e308, -2.5, 1.0], dtype=torch.float64)
+        encoding = sinusoidal(positions, 6, base=base)
+        for i, p in enumerate(positions.tolist()):
+            for c in range(3):
+                angle = p * float(base) ** (-c / 3)
+                if abs(angle) < 1e3:
+                    assert encoding[i, 2 * c].item() == pytest.approx(math.sin(angle), abs=1e-10)
+        assert encoding.isfinite().all() and encoding.abs().max() <= 1
 
 
 def laplacian(graph: Graph, weight: Tensor | None = None, normalized: bool = True) -> Tensor:
@@ -271,6 +297,82 @@ class TestLaplacianEigenvectors:
             assert encoding.dtype == torch.float64 and encoding.isfinite().all()
             torch.testing.assert_close(encoding.T @ encoding, torch.eye(6).double())
 
+    @pytest.mark.parametrize("normalization", ["sym", None])
+    def test_small_components_beside_large_ones(self, normalization):
+        """Weights of 1e300 and of 1e-300: the ratios within each component are what counts."""
+        graph = undirected([(0, 1), (2, 3), (3, 4)], 5)
+        weight = torch.tensor([1e300, 1e-300, 3e-300] * 2, dtype=torch.float64)
+        together = laplacian_eigenvectors(graph, 3, edge_weight=weight, normalization=normalization)
+        alone = laplacian_eigenvectors(
+            undirected([(0, 1), (1, 2)], 3),
+            2,
+            edge_weight=torch.tensor([1.0, 3.0] * 2, dtype=torch.float64),
+            normalization=normalization,
+        )
+        expected = torch.zeros(5, 3, dtype=torch.float64)
+        pair = torch.tensor([1.0, -1.0], dtype=torch.float64) / 2**0.5
+        if normalization is None:  # the eigenvalues 2e300 of the pair and about 1e-300 of the others
+            expected[2:, :2], expected[:2, 2] = alone, pair
+        else:  # eigenvalues 1, 2 of the path, whose order beside the 2 of the pair is open
+            expected[2:, 0] = alone[:, 0]
+            assert (together[:, 1:].square().sum(1)[:2] - 0.5).abs().max() < 1e-12
+            together, expected = together[:, :1], expected[:, :1]
+        torch.testing.assert_close(together, expected, atol=1e-12, rtol=0)
+
+    @pytest.mark.parametrize("normalization", ["sym", None])
+    def test_weights_beyond_all_ratios_keep_the_component(self, normalization):
+        """0 and 1 joined by 1e300, 2 to them by 1e-300: one component, so one null vector and two others."""
+        weight = torch.tensor([1e300, 1e-300] * 2, dtype=torch.float64)
+        graph = undirected([(0, 1), (1, 2)], 3)
+        encoding = laplacian_eigenvectors(graph, 3, edge_weight=weight, normalization=normalization)
+        # Of the node alone with eigenvalue 1, or of the node against the pair with an eigenvalue of about 0.
+        first = [0.0, 0.0, 1.0] if normalization == "sym" else [-(6**-0.5), -(6**-0.5), 2 * 6**-0.5]
+        expected = torch.tensor([first, [0.5**0.5, -(0.5**0.5), 0.0], [0.0] * 3], dtype=torch.float64).T
+        torch.testing.assert_close(encoding, expected, atol=1e-12, rtol=0)
+
+    @pytest.mark.parametrize("normalization", ["sym", None])
+    @pytest.mark.parametrize("decades", [9, 13, 18, 40])
+    @pytest.mark.parametrize("shape", ["path", "star", "tree", "random", "weak link"])
+    def test_weights_far_apart(self, shape, decades, normalization):
+        """Above the size that is solved densely: residual, orthonormality, and the smallest eigenvalues."""
+        n, k = 400, 6
+        i = torch.arange(1, n)
+        pairs = torch.stack([{"star": 0 * i, "tree": (i - 1) // 2}.get(shape, i - 1), i], 1)
+        if shape == "random":
+            pairs = torch.cat([pairs, torch.randint(n, (3 * n, 2))])
+            pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        weight = 10 ** (torch.rand(len(pairs), dtype=torch.float64) * decades)
+        if shape == "weak link":
+            weight = torch.ones(n - 1, dtype=torch.float64)
+            weight[n // 2] = 10.0**-decades
+        weight = weight.repeat(2)
+        graph = undirected(pairs, n)
+        vectors = laplacian_eigenvectors(graph, k, edge_weight=weight, normalization=normalization)
+        L = laplacian(graph, weight, normalization == "sym")
+        L = L / L.diag().max()
+        torch.testing.assert_close(vectors.T @ vectors, torch.eye(k).double(), atol=1e-12, rtol=0)
+        values = (vectors * (L @ vectors)).sum(0)
+        assert (L @ vectors - vectors * values).norm(dim=0).max() < 1e-9
+        exact = torch.linalg.eigvalsh(L)[1 : k + 1]
+        torch.testing.assert_close(values, exact, atol=2e-13, rtol=1e-9)
+
+    def test_it_says_where_it_does_not_converge(self, monkeypatch):
+        monkeypatch.setattr(graphattn.encodings, "_FALLBACK", 0)
+        monkeypatch.setattr(
+            graphattn.encodings, "_largest_eigenpairs", lambda *_: (False, torch.ones(3), torch.ones(300, 2))
+        )
+        with pytest.raises(RuntimeError, match="300 nodes"):
+            laplacian_eigenvectors(path(300), 2)
+
+    def test_more_eigenvectors_than_fit_a_block(self):
+        """A block of k + 2, ten of which would be more than all nodes."""
+        graph = expander_graph(300, 6, seed=0)
+        vectors = laplacian_eigenvectors(graph, 70).double()
+        torch.testing.assert_close(vectors.T @ vectors, torch.eye(70).double(), atol=1e-5, rtol=0)
+        values = (vectors * (laplacian(graph) @ vectors)).sum(0)
+        exact = torch.linalg.eigvalsh(laplacian(graph))[1:71]
+        torch.testing.assert_close(values, exact, atol=1e-6, rtol=0)
+
     @pytest.mark.field_report("B93")
     def test_relabelled_nodes(self):
         """Up to sign, where eigenvalues are simple."""
@@ -347,6 +449,14 @@ class TestRandomWalk:
         pair = SparseGraph.from_edge_index(torch.tensor([[0, 1], [1, 0]]))
         assert random_walk(pair, 2, edge_weight=torch.tensor([0.1, 0.1])).tolist() == [[0, 1], [0, 1]]
 
+    def test_weights_of_any_size(self):
+        """Each row by its own largest weight: none vanishes beside another, and no sum overflows."""
+        graph = SparseGraph.from_edge_index(torch.tensor([[0, 1, 0, 2, 3, 4], [1, 0, 2, 0, 4, 3]]))
+        weight = torch.tensor([1.5e308, 5e-324, 0.5e308, 1e308, 1e-300, 1e-320], dtype=torch.float64)
+        expected = torch.tensor([[0.0, 1.0], [0.0, 0.75], [0.0, 0.25], [0.0, 1.0], [0.0, 1.0]])
+        walks = random_walk(graph, 2, edge_weight=weight)
+        torch.testing.assert_close(walks, expected.double(), atol=1e-12, rtol=0)
+
     @pytest.mark.field_report("B97")
     def test_isolated_nodes_sinks_and_self_loops(self, dtype):
         isolated = undirected([(0, 1)], 3)
@@ -393,6 +503,8 @@ class TestRandomWalk:
             ((CompleteGraph(3, num_keys=4), 2), {}, ValueError, "keys"),
             ((graph, 2), {"edge_weight": -torch.ones(6)}, ValueError, "edge_weight"),
             ((graph, 2), {"edge_weight": torch.ones(2, 6)}, ValueError, "edge_weight"),
+            ((graph, 2), {"edge_weight": torch.full((6,), math.inf)}, ValueError, "finite.*inf"),
+            ((graph, 2), {"edge_weight": torch.ones(6).to_sparse()}, TypeError, "dense"),
             ((graph, 2), {"edge_weight": [1.0] * 6}, TypeError, "edge_weight"),
         ]:
             with pytest.raises(error, match=words):

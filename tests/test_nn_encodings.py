@@ -102,6 +102,44 @@ class TestContinuousEncoding:
 
         assert torch.autograd.gradcheck(call, parameters, eps=1e-5, atol=1e-5)
 
+    def test_gradient_with_respect_to_positions(self):
+        """Repeated, negative and zero positions each move along the path: de/dp = 0.1 h(e)."""
+        encoding = ContinuousEncoding(3).double()
+        positions = torch.tensor([2.0, -1.5, 0.0, 2.0, 7.0], dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(encoding, positions, eps=1e-4, atol=1e-5)
+        out = encoding(positions)
+        weight = torch.randn_like(out)
+        (grad,) = torch.autograd.grad((out * weight).sum(), positions)
+        torch.testing.assert_close(grad, 0.1 * (weight * encoding.dynamics(out)).sum(1))
+        single = ContinuousEncoding(3)
+        short = torch.tensor([1.0, 4.0], dtype=torch.float16, requires_grad=True)
+        single(short).sum().backward()
+        expected = 0.1 * single.dynamics(single(short)).sum(1)
+        torch.testing.assert_close(short.grad, expected.half())
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_half_precision(self, dtype):
+        """The path of the rounded parameters, in float32, rounded once."""
+        encoding = ContinuousEncoding(4).to(dtype)
+        exact = ContinuousEncoding(4).double()
+        exact.load_state_dict(encoding.state_dict())
+        positions = torch.tensor([0, 300, 7, -40, 7])
+        out = encoding(positions)
+        assert out.dtype == dtype
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(out.double(), exact(positions), atol=eps, rtol=eps)
+        out.sum().backward()
+        exact(positions).sum().backward()
+        for ours, theirs in zip(encoding.parameters(), exact.parameters()):
+            size = theirs.grad.abs().max().item()
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=4 * eps * size, rtol=4 * eps)
+
+    def test_autocast_does_not_reach_the_integration(self):
+        encoding, positions = ContinuousEncoding(4), torch.arange(50)
+        expected = encoding(positions)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(encoding(positions), expected)
+
     def test_layers_share_the_dynamics(self):
         encoding = ContinuousEncoding(4, num_layers=3)
         same = torch.arange(6)
@@ -141,8 +179,12 @@ class TestContinuousEncoding:
             encoding(torch.zeros(3, 2))
         with pytest.raises(ValueError, match="finite"):
             encoding(torch.tensor([math.nan]))
-        with pytest.raises(IndexError, match="layer"):
-            encoding(torch.zeros(3), 1)
+        for layer, error in [(1, IndexError), (-1, ValueError), (0.0, TypeError), (False, TypeError)]:
+            with pytest.raises(error, match="layer"):
+                encoding(torch.zeros(3), layer)
+        for options in ({"num_layers": 0}, {"hidden_dim": 0}):
+            with pytest.raises(ValueError, match="at least 1"):
+                ContinuousEncoding(4, **options)
         with pytest.raises(ValueError, match="dim"):
             ContinuousEncoding(0)
 

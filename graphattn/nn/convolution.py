@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphattn.attention import graph_attention
+from graphattn.encodings import checked_count
 from graphattn.graph import GridGraph
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class ConvolutionalAttention(torch.nn.Module):
     larger α_h: the quadratic encoding of Cordonnier et al. As α grows each head attends to one pixel, and the
     layer is a convolution whose taps are the W_h (their theorem 1); at α = 0 it is a mean. Places and widths are
     parameters. `from_conv2d` gives the layer that computes the numbers of a convolution. O(pixels · taps · heads)
-    scores; pixels outside the image are padded and the windows that fit are kept, as in `torch.nn.Conv2d`.
+    scores; pixels outside the image are padded and the windows that fit are kept, as in `torch.nn.Conv2d`. A pixel
+    that is not finite makes NaN of the outputs whose windows see it, and no others.
 
     Args:
         in_channels, out_channels: of the images.
@@ -43,7 +45,8 @@ class ConvolutionalAttention(torch.nn.Module):
         padding_mode: "zeros", "reflect", "replicate" or "circular".
 
     Raises:
-        ValueError: a number is out of range; as `torch.nn.Conv2d`.
+        ValueError: a number is out of range, channels cannot be shared by the groups, or a word is unknown.
+        TypeError: a number is not an int.
 
     Example:
         >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
@@ -69,26 +72,29 @@ class ConvolutionalAttention(torch.nn.Module):
         padding_mode: str = "zeros",
     ) -> None:
         super().__init__()
-        sizes: Any
-        for name, sizes in (("kernel_size", kernel_size), ("dilation", dilation)):
-            if min(sizes if isinstance(sizes, (tuple, list)) else (sizes,)) < 1:
-                raise ValueError(f"`{name}` must be positive, got {sizes}.")
-        # The convolution checks the arguments and reads "same"; on the meta device it holds no numbers.
+        in_channels = checked_count("in_channels", in_channels, 1)
+        out_channels = checked_count("out_channels", out_channels, 1)
+        groups = checked_count("groups", groups, 1)
+        height, width = size = _pair("kernel_size", kernel_size, 1)
+        heads = height * width if heads is None else checked_count("heads", heads, 1)
+        for name, words, given in (
+            ("padding", ("same", "valid"), padding if isinstance(padding, str) else "same"),
+            ("padding_mode", ("zeros", "reflect", "replicate", "circular"), padding_mode),
+        ):
+            if not isinstance(given, str) or given not in words:
+                raise ValueError(f"`{name}` must be one of {', '.join(words)}, got {given!r}.")
+        # The convolution checks how the channels divide and reads "same"; on the meta device it holds no numbers.
         form = torch.nn.Conv2d(
             in_channels,
             out_channels,
-            kernel_size,  # pyright: ignore[reportArgumentType]
-            padding=padding,  # pyright: ignore[reportArgumentType]
-            dilation=dilation,  # pyright: ignore[reportArgumentType]
+            size,
+            padding=padding if isinstance(padding, str) else _pair("padding", padding, 0),
+            dilation=_pair("dilation", dilation, 1),
             groups=groups,
             bias=bias,
             padding_mode=padding_mode,  # pyright: ignore[reportArgumentType]
             device="meta",
         )
-        height, width = form.kernel_size
-        heads = height * width if heads is None else heads
-        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-            raise ValueError(f"`heads` must be a positive int, got {heads!r}.")
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.dilation, self.padding_mode = form.kernel_size, form.dilation, padding_mode
         self._padding = form._reversed_padding_repeated_twice
@@ -120,11 +126,18 @@ class ConvolutionalAttention(torch.nn.Module):
 
         Raises:
             TypeError: `conv` is not a `torch.nn.Conv2d`, or computes something of its own, or is not real.
-            ValueError: its stride is not 1.
+            ValueError: its stride is not 1, or it has no weights yet.
         """
-        if not isinstance(conv, torch.nn.Conv2d) or type(conv).forward is not torch.nn.Conv2d.forward:
+        own = isinstance(conv, torch.nn.Conv2d) and type(conv).forward is torch.nn.Conv2d.forward
+        if not own or "forward" in vars(conv):
             raise TypeError(
                 f"`conv` must be a torch.nn.Conv2d with the forward of that class, got {type(conv).__name__}."
+            )
+        if conv._forward_hooks or conv._forward_pre_hooks:
+            raise TypeError("`conv` must have no forward hooks, which may change its numbers. Remove them.")
+        if torch.nn.parameter.is_lazy(conv.weight):
+            raise ValueError(
+                "`conv` must know its in_channels: call it once, got a LazyConv2d without weights."
             )
         if not conv.weight.is_floating_point():
             raise TypeError(f"`conv` must have real floating point weights, got {conv.weight.dtype}.")
@@ -155,13 +168,20 @@ class ConvolutionalAttention(torch.nn.Module):
 
         Raises:
             ValueError: images of another shape, or smaller than the kernel after padding.
-            TypeError: images of another dtype than the layer.
+            TypeError: images of another dtype than the layer; under autocast, not floating point.
         """
-        if not isinstance(images, Tensor) or images.dtype != self.weight.dtype:
-            got = images.dtype if isinstance(images, Tensor) else type(images).__name__
-            raise TypeError(
-                f"`images` must be a {self.weight.dtype} tensor as the layer's weights, got {got}."
-            )
+        dtype = self.weight.dtype
+        if not isinstance(images, Tensor) or images.layout is not torch.strided:
+            got = images.layout if isinstance(images, Tensor) else type(images).__name__
+            raise TypeError(f"`images` must be a dense {dtype} tensor, got {got}.")
+        device = images.device.type
+        if torch.is_autocast_enabled(device) and images.is_floating_point():
+            # As in a convolution float64 is kept, and all else becomes the dtype of autocast.
+            if torch.float64 not in (images.dtype, dtype):
+                dtype = torch.get_autocast_dtype(device)
+                images = images.to(dtype)
+        if images.dtype != dtype:
+            raise TypeError(f"`images` must be a {dtype} tensor as the layer's weights, got {images.dtype}.")
         if images.dim() not in (3, 4) or images.size(-3) != self.in_channels:
             raise ValueError(
                 f"`images` must have shape [batch, {self.in_channels}, height, width] or without batch, got"
@@ -173,7 +193,7 @@ class ConvolutionalAttention(torch.nn.Module):
             batched = F.pad(batched, self._padding, mode=mode)
         shape = (batched.size(-2), batched.size(-1))
         span = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size)]
-        height, width = (n - s for n, s in zip(shape, span))
+        height, width = shape[0] - span[0], shape[1] - span[1]
         if height < 1 or width < 1:
             raise ValueError(
                 f"`images` must be at least as large as the kernel, {[s + 1 for s in span]} after padding, got"
@@ -185,7 +205,7 @@ class ConvolutionalAttention(torch.nn.Module):
         weight = self.weight.unflatten(0, (self.groups, -1))
         out = torch.einsum("byxhgc,gdch->bgdyx", mean, weight).flatten(1, 2)
         if self.bias is not None:
-            out = out + self.bias.view(-1, 1, 1)
+            out = out + self.bias.to(out.dtype).view(-1, 1, 1)
         return out if images.dim() == 4 else out.squeeze(0)
 
     def _attend(self, images: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -219,3 +239,11 @@ class ConvolutionalAttention(torch.nn.Module):
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size},"
             f" heads={self.alpha.numel()}, dilation={self.dilation}, groups={self.groups}"
         )
+
+
+def _pair(name: str, x: int | Sequence[int], least: int) -> tuple[int, int]:
+    """A number for both axes, or one for each."""
+    sizes: Any = x if isinstance(x, (tuple, list)) else (x, x)
+    if len(sizes) != 2:
+        raise ValueError(f"`{name}` must be an int or a pair of them, got {x}.")
+    return checked_count(name, sizes[0], least), checked_count(name, sizes[1], least)

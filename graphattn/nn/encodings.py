@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from graphattn.encodings import checked_positions, relative_positions
+from graphattn.encodings import checked_base, checked_count, checked_positions, relative_positions
 from graphattn.graph import Graph
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ class LearnedEncoding(torch.nn.Module):
     def __init__(self, num_positions: int | Sequence[int], dim: int) -> None:
         super().__init__()
         sizes: Any = num_positions if isinstance(num_positions, (tuple, list)) else (num_positions,)
-        self.sizes = tuple(_positive("num_positions", n) for n in sizes)
+        self.sizes = tuple(checked_count("num_positions", n, 1) for n in sizes)
         if not self.sizes:
             raise ValueError("`num_positions` must have at least one axis, got none.")
         rows = 1
         for n in self.sizes:
             rows *= n
-        self.weight = torch.nn.Parameter(torch.empty(rows, _positive("dim", dim)))
+        self.weight = torch.nn.Parameter(torch.empty(rows, checked_count("dim", dim, 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,8 +95,9 @@ class ContinuousEncoding(torch.nn.Module):
     h is a two-layer network that does not depend on time, so what it learns on short sequences is followed on
     longer ones; the number of parameters does not depend on the length. Layers of a model share h and start
     from vectors of their own, as in the paper. Positions need be neither integers nor sorted nor positive. The
-    path is integrated once over all of them, by the adaptive method of Dormand and Prince: time grows with the
-    largest position, memory of training too. Needs torchdiffeq.
+    path is integrated once over all of them, by the adaptive method of Dormand and Prince, in float32 or float64:
+    time grows with the largest position, memory of training too. Differentiable in the parameters, and once in
+    real positions. Needs torchdiffeq.
 
     Args:
         dim: number of features.
@@ -118,6 +120,9 @@ class ContinuousEncoding(torch.nn.Module):
 
     def __init__(self, dim: int, *, num_layers: int = 1, hidden_dim: int | None = None) -> None:
         super().__init__()
+        dim = checked_count("dim", dim, 1)
+        hidden_dim = 4 * dim if hidden_dim is None else checked_count("hidden_dim", hidden_dim, 1)
+        num_layers = checked_count("num_layers", num_layers, 1)
         try:
             import torchdiffeq  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -125,9 +130,7 @@ class ContinuousEncoding(torch.nn.Module):
                 "ContinuousEncoding needs torchdiffeq. Install it with `pip install 'graphattn[ode]'`."
             ) from error
         self._odeint = torchdiffeq.odeint
-        dim = _positive("dim", dim)
-        hidden_dim = 4 * dim if hidden_dim is None else _positive("hidden_dim", hidden_dim)
-        self.initial = torch.nn.Parameter(torch.empty(_positive("num_layers", num_layers), dim))
+        self.initial = torch.nn.Parameter(torch.empty(num_layers, dim))
         self.dynamics = torch.nn.Sequential(
             torch.nn.Linear(dim, hidden_dim), torch.nn.Tanh(), torch.nn.Linear(hidden_dim, dim)
         )
@@ -148,7 +151,7 @@ class ContinuousEncoding(torch.nn.Module):
 
         Raises:
             ValueError: positions have another shape or are not finite.
-            TypeError: positions are not real numbers.
+            TypeError: positions are not real numbers, or `layer` is not an int.
             IndexError: there is no such layer.
         """
         positions, _ = checked_positions(positions)
@@ -156,36 +159,61 @@ class ContinuousEncoding(torch.nn.Module):
             raise ValueError(
                 f"`positions` must have shape [nodes] or [nodes, 1], got {list(positions.shape)}."
             )
-        if not 0 <= layer < self.initial.size(0):
+        layer = checked_count("layer", layer, 0)
+        if layer >= self.initial.size(0):
             raise IndexError(f"`layer` must lie in the interval [0, {self.initial.size(0)}), got {layer}.")
-        start = self.initial[layer]
-        # A scale for time in which neighbouring positions are close.
-        times, place = (0.1 * positions[:, 0].to(start.dtype)).unique(return_inverse=True)
-        zero = times.new_zeros(1)
-        ahead, behind = times[times > 0], times[times < 0].flip(0)
-        parts = [self._path(start, torch.cat([zero, behind]))[1:].flip(0)]
-        if bool((times == 0).any()):
-            parts.append(start.unsqueeze(0))
-        parts.append(self._path(start, torch.cat([zero, ahead]))[1:])
-        return torch.cat(parts)[place]
+        # Steps of half precision are too coarse to integrate with; autocast would take them inside.
+        wide = torch.promote_types(self.initial.dtype, torch.float32)
+        with torch.autocast(self.initial.device.type, enabled=False):
+            tensors = dict(self.dynamics.named_parameters()) | dict(self.dynamics.named_buffers())
+            tensors = {name: x.to(wide) if x.is_floating_point() else x for name, x in tensors.items()}
 
-    def _path(self, start: Tensor, times: Tensor) -> Tensor:
+            def dynamics(state: Tensor) -> Tensor:
+                return torch.func.functional_call(self.dynamics, tensors, (state,))
+
+            # A scale for time in which neighbouring positions are close.
+            time = (0.1 * positions[:, 0].double()).to(wide)
+            start = self.initial[layer].to(wide)
+            times, place = time.detach().unique(return_inverse=True)
+            zero = times.new_zeros(1)
+            ahead, behind = times[times > 0], times[times < 0].flip(0)
+            parts = [self._path(dynamics, start, torch.cat([zero, behind]))[1:].flip(0)]
+            if bool((times == 0).any()):
+                parts.append(start.unsqueeze(0))
+            parts.append(self._path(dynamics, start, torch.cat([zero, ahead]))[1:])
+            path = torch.cat(parts)[place]
+            if time.requires_grad:
+                path = _AlongPath.apply(path, time, dynamics)
+            return path.to(self.initial.dtype)
+
+    def _path(self, dynamics: Callable[[Tensor], Tensor], start: Tensor, times: Tensor) -> Tensor:
         """The state at the times, of which the first is 0."""
         if times.numel() == 1:
             return start.unsqueeze(0)
         tolerance = 1e-9 if start.dtype == torch.float64 else 1e-5
         path = self._odeint(
-            lambda _, state: self.dynamics(state),
-            start,
-            times,
-            rtol=tolerance,
-            atol=tolerance,
-            method="dopri5",
+            lambda _, state: dynamics(state), start, times, rtol=tolerance, atol=tolerance, method="dopri5"
         )
         return path if isinstance(path, Tensor) else path[0]
 
     def extra_repr(self) -> str:
         return f"dim={self.initial.size(1)}, num_layers={self.initial.size(0)}"
+
+
+class _AlongPath(torch.autograd.Function):
+    """States of a path, whose derivative with respect to time is what the dynamics say."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, time: Tensor, dynamics: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.dynamics = dynamics
+        ctx.save_for_backward(states)
+        return states.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (states,) = ctx.saved_tensors
+        return grad, (grad * ctx.dynamics(states)).sum(1), None
 
 
 class RotaryEncoding(torch.nn.Module):
@@ -204,8 +232,8 @@ class RotaryEncoding(torch.nn.Module):
         base: ratio of the longest to the shortest wavelength.
 
     Raises:
-        ValueError: `dim` is odd or not positive, or `base` not positive.
-        TypeError: `dim` is not an int.
+        ValueError: `dim` is odd or not positive, or `base` less than 1.
+        TypeError: `dim` is not an int, or `base` not a number.
 
     Example:
         >>> from graphattn import WindowGraph, graph_attention
@@ -221,11 +249,9 @@ class RotaryEncoding(torch.nn.Module):
 
     def __init__(self, dim: int, *, base: float = 10000.0) -> None:
         super().__init__()
-        self.dim, self.base = _positive("dim", dim), base
+        self.dim, self.base = checked_count("dim", dim, 1), checked_base(base)
         if dim % 2:
             raise ValueError(f"`dim` must be even, got {dim}.")
-        if not 0.0 < base < float("inf"):
-            raise ValueError(f"`base` must be a positive number, got {base}.")
 
     def forward(
         self, x: Float[Tensor, "*batch nodes heads dim"], positions: Int[Tensor, "nodes axes"]
@@ -308,7 +334,9 @@ class RelativeBias(torch.nn.Module):
         for n in sizes:
             rows *= n
         self.register_buffer("index", index, persistent=False)
-        self.weight = torch.nn.Parameter(torch.empty(rows, _positive("heads", heads), device=index.device))
+        self.weight = torch.nn.Parameter(
+            torch.empty(rows, checked_count("heads", heads, 1), device=index.device)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -320,11 +348,3 @@ class RelativeBias(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"offsets={self.weight.size(0)}, heads={self.weight.size(1)}"
-
-
-def _positive(name: str, x: int) -> int:
-    if isinstance(x, bool) or not isinstance(x, int):
-        raise TypeError(f"`{name}` must be an int, got {type(x).__name__}.")
-    if x < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {x}.")
-    return x
