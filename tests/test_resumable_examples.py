@@ -472,7 +472,7 @@ def test_molecules(tmp_path, monkeypatch, capsys):
     figure = tmp_path / "new" / "molecules.png"
     often = replace(molecules.SETTINGS["generated"], channels=16, batch=4)
     monkeypatch.setitem(molecules.SETTINGS, "generated", often)
-    arguments = ["--pairs", "40", "--folds", "2", "--epochs", "8", "--encodings", "none", "random_walk"]
+    arguments = ["--pairs", "60", "--folds", "2", "--epochs", "8", "--encodings", "none", "random_walk"]
     none, walk = molecules.main([*arguments, "--out", str(figure)])
     # Twins get the same answer, so one of two is right.
     assert none.scores.shape == (2, 8) and (none.scores == 50).all()
