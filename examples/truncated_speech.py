@@ -50,10 +50,10 @@ class Settings:
     dropout: float = 0.1
     epochs: int = 40
     batch: int = 32  # recordings
-    lr: float = 2e-3
+    lr: float = 3e-3
     weight_decay: float = 0.05
-    stretch: float = 0.2  # of the time and of the frequencies of training recordings, at most
-    mask: float = 0.2  # of the time and of the frequencies that is blotted out, at most
+    stretch: float = 0.15  # of the time and of the frequencies of training recordings, at most
+    mask: float = 0.1  # of the time and of the frequencies that is blotted out, at most
 
 
 EMBEDDED_SETTINGS = Settings(epochs=20)

@@ -52,7 +52,7 @@ def assert_stops(main, arguments, code, *words, capsys):
 
 def speech():
     data = truncated_speech.load(truncated_speech.EMBEDDED)
-    settings = replace(truncated_speech.EMBEDDED_SETTINGS, channels=16, layers=1, epochs=3)
+    settings = replace(truncated_speech.EMBEDDED_SETTINGS, layers=1, epochs=3)
     return truncated_speech.training(truncated_speech.select(data, torch.arange(0, 480, 12)), settings, 2, 0)
 
 
@@ -157,7 +157,7 @@ def test_a_killed_program_has_kept_its_epochs(tmp_path):
     script = (
         "import os; from examples import character_language_model as example\n"
         "from dataclasses import replace\n"
-        "example.LARGE = replace(example.SMALL, channels=16, length=32)\n"
+        "example.LARGE = replace(example.SMALL, channels=16, length=32, epochs=2)\n"
         "example.bits_per_character = lambda *_: os.kill(os.getpid(), 9)\n"
         f"example.main(['--root', {str(text)!r}, '--radii', '1', '--out', {str(tmp_path / 'a.png')!r}])\n"
     )
@@ -388,10 +388,10 @@ def test_character_language_model(tmp_path, monkeypatch, capsys):
     assert f"{far.test_bits:.3f}" in capsys.readouterr().out
 
 
-def writer(**changes):
+def writer():
     torch.manual_seed(0)
-    settings = replace(character_language_model.SMALL, channels=16, layers=3, **changes)
-    return character_language_model.Writer(11, settings, radius=4).double().eval()
+    settings = replace(character_language_model.SMALL, channels=16, layers=3)
+    return character_language_model.Writer(11, settings, radius=4).eval()
 
 
 @torch.no_grad()
@@ -403,8 +403,7 @@ def test_predictions_look_back_as_far_as_is_said():
     for place, sees in ((59, True), (47, True), (46, False), (0, False)):
         changed = tokens.clone()
         changed[place] = (tokens[place] + 1) % 11
-        same = torch.allclose(model(changed)[-1], scores[-1], atol=1e-12, rtol=0)
-        assert same is not sees, place
+        assert torch.equal(model(changed)[-1], scores[-1]) is not sees, place
     torch.testing.assert_close(model(tokens.view(2, 30))[0], scores[:30])
 
 
@@ -425,10 +424,10 @@ def test_samples_follow_the_model():
     torch.nn.init.zeros_(model.next.weight)
     with torch.no_grad():
         model.next.bias.copy_(torch.tensor([0.5, 0.5] + [0.0] * 9).log())
-    written = character_language_model.sample(model, alphabet, "kk", 400, 1.0, seed=0)
-    assert written[:2] == "kk" and set(written[2:]) == {"a", "b"} and 150 < written.count("a") < 250
-    assert character_language_model.sample(model, alphabet, "kk", 400, 1.0, seed=0) == written
-    assert character_language_model.sample(model, alphabet, "kk", 400, 1.0, seed=1) != written
+    written = character_language_model.sample(model, alphabet, "kk", 200, 1.0, seed=0)
+    assert written[:2] == "kk" and set(written[2:]) == {"a", "b"} and 70 < written.count("a") < 130
+    assert character_language_model.sample(model, alphabet, "kk", 200, 1.0, seed=0) == written
+    assert character_language_model.sample(model, alphabet, "kk", 200, 1.0, seed=1) != written
 
 
 def test_encode():
@@ -503,12 +502,11 @@ def test_twins_differ_in_rings_alone():
     for encoding, differ in (("none", False), ("random_walk", True), ("laplacian", True)):
         held = molecules.encoded(data, encoding)
         settings = molecules.SETTINGS["generated"]
-        model = molecules.Classifier(3, held[0].encoding.size(1), 2, settings).double().eval()
-        held = [molecule.apply(lambda x: x.double() if x.is_floating_point() else x) for molecule in held]
+        model = molecules.Classifier(3, held[0].encoding.size(1), 2, settings).eval()
         scores = model(Batch.from_data_list(held))
         gap = (scores[::2] - scores[1::2]).abs().amax(1)
-        assert (gap > 1e-6).all() if differ else (gap < 1e-12).all()
-        assert (scores[0] - scores[2]).abs().max() > 1e-6  # other side chains are seen
+        assert (gap > 1e-4).all() if differ else (gap < 1e-6).all()
+        assert (scores[0] - scores[2]).abs().max() > 1e-3  # other side chains are seen
 
 
 def test_folds_are_stratified():
