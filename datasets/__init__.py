@@ -16,7 +16,7 @@ import torch
 from scipy.spatial import cKDTree
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.datasets import Amazon, HeterophilousGraphDataset, Planetoid
+from torch_geometric.datasets import Amazon, HeterophilousGraphDataset, Planetoid, TUDataset
 from torch_geometric.utils import index_to_mask, to_undirected
 
 _HERE = Path(__file__).parent
@@ -62,6 +62,20 @@ _SOURCES = {
 }
 
 NAMES = ("digits", *_SOURCES)
+
+
+def _tu(name: str, num_nodes: int, num_edges: int, *more: str) -> _Source:
+    parts = ("A", "graph_indicator", "graph_labels", "node_labels", *more)
+    return _Source(
+        TUDataset, "tudataset", name, tuple(f"{name}_{p}.txt" for p in parts), num_nodes, num_edges
+    )
+
+
+_MOLECULES = {
+    "MUTAG": _tu("MUTAG", 3371, 7442),
+    "PROTEINS": _tu("PROTEINS", 43471, 162088),
+    "ENZYMES": _tu("ENZYMES", 19580, 74564, "node_attributes"),
+}
 
 
 def digits(num_neighbors: int = 8) -> Data:
@@ -148,6 +162,48 @@ def load(name: str, root: str | Path | None = None) -> Data:
     if source.split_file is not None:
         train, val, test = _split_60_20_20(root / "splits_60_20_20" / source.split_file, data.num_nodes)
         data = _with_split(data, train, val, test)
+    return data
+
+
+def molecules(name: str, root: str | Path | None = None) -> list[Data]:
+    """Return the graphs of a set for graph classification, each with its label.
+
+    Read by PyG's `TUDataset` from raw files under `root`, as `load` reads graphs: never written to if the files
+    are there, else downloaded to, which is announced on stderr first.
+
+    Args:
+        name: MUTAG, PROTEINS or ENZYMES.
+        root: folder that holds `tudataset`, or the root of `TUDataset`. Default: the folder of this file.
+
+    Returns:
+        A list of Data with `x` (node labels, one column each, after 18 measured attributes in ENZYMES),
+        `edge_index` and `y` of shape `[1]`.
+
+    Raises:
+        ValueError: unknown name, or files that are not of this data set.
+        FileNotFoundError: some of the raw files are missing.
+        ConnectionError: the files could not be downloaded.
+    """
+    if name not in _MOLECULES:
+        raise ValueError(f"`name` must be one of {', '.join(_MOLECULES)}, got {name!r}.")
+    source = _MOLECULES[name]
+    raw = _raw_files(name, source, _HERE if root is None else Path(root).expanduser())
+    remedy = f"replace by what {source.dataset.url} has"
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch, source.folder, "raw")
+        copy.mkdir(parents=True)
+        for file in source.files:  # those named alone: sources differ in what else they have
+            shutil.copyfile(raw / file, copy / file)
+        try:
+            data = list(TUDataset(scratch, name, use_node_attr=True))
+        except Exception as error:
+            raise ValueError(f"The files in {raw} are not those of {name} ({error}): {remedy}.") from error
+    size = (sum(graph.num_nodes for graph in data), sum(graph.num_edges for graph in data))
+    if size != (source.num_nodes, source.num_edges):
+        raise ValueError(
+            f"The files in {raw} are not those of {name}, which has {source.num_nodes} nodes and"
+            f" {source.num_edges} edges, they have {size[0]} and {size[1]}: {remedy}."
+        )
     return data
 
 

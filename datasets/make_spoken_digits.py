@@ -21,8 +21,9 @@ from scipy.signal import resample_poly
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ACCENTS = ("en", "en-us", "en-gb-scotland", "en-029", "en-gb-x-rp", "en-us-nyc")
 VOICES = (
-    "m1 f1 m2 f2 m3 f3 m4 f4 m5 f5 m6 m7 klatt klatt2 klatt3 klatt4 Andy Annie Alex Alicia Michael linda max steph"
-).split()
+    "m1", "f1", "m2", "f2", "m3", "f3", "m4", "f4", "m5", "f5", "m6", "m7", "klatt", "klatt2", "klatt3", "klatt4",
+    "Andy", "Annie", "Alex", "Alicia", "Michael", "linda", "max", "steph",
+)  # fmt: skip
 TAKES = 2  # of every digit by every speaker
 
 RATE = 8000  # samples a second
@@ -42,12 +43,12 @@ class Synthesiser:
         import espeakng_loader
 
         self.library = ctypes.CDLL(espeakng_loader.get_library_path())
-        self.rate = self.library.espeak_Initialize(
-            _RETRIEVAL, 0, espeakng_loader.get_data_path().encode(), 0
-        )
+        self.rate = self.library.espeak_Initialize(_RETRIEVAL, 0, espeakng_loader.get_data_path().encode(), 0)
         if self.rate <= 0:
             raise RuntimeError("eSpeak NG could not be started.")
-        self.library.espeak_ng_SetRandSeed(ctypes.c_long(0))  # else the time of day: breath and flutter are random
+        self.library.espeak_ng_SetRandSeed(
+            ctypes.c_long(0)
+        )  # else the time of day: breath and flutter are random
         self.pieces: list[np.ndarray] = []
         self.callback = _CALLBACK(self._receive)  # C holds no reference to it
         self.library.espeak_SetSynthCallback(self.callback)
@@ -85,7 +86,9 @@ def log_mel(samples: np.ndarray) -> np.ndarray:
     corners = 700 * (10 ** (np.linspace(0, top, BINS + 2) / 2595) - 1)
     frequency = np.fft.rfftfreq(size, 1 / RATE)
     low, middle, high = corners[:-2, None], corners[1:-1, None], corners[2:, None]
-    bands = np.clip(np.minimum((frequency - low) / (middle - low), (high - frequency) / (high - middle)), 0, None)
+    bands = np.clip(
+        np.minimum((frequency - low) / (middle - low), (high - frequency) / (high - middle)), 0, None
+    )
     return np.log(power @ bands.T + 1e-6)
 
 
@@ -121,7 +124,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         index=np.array(takes, np.int8),
         speakers=np.array(names),
     )
-    print(f"{args.out}: {len(frames)} recordings, {sum(map(len, frames))} frames, {args.out.stat().st_size} bytes")
+    print(
+        f"{args.out}: {len(frames)} recordings, {sum(map(len, frames))} frames, {args.out.stat().st_size} bytes"
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def interruptible(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        parser.exit(130, "\nInterrupted. The same command with --resume goes on after the last whole epoch.\n")
+        parser.exit(
+            130, "\nInterrupted. The same command with --resume goes on after the last whole epoch.\n"
+        )
     except CheckpointError as error:
         parser.exit(1, f"{error}\n")
 

@@ -218,3 +218,66 @@ def test_files_of_another_data_set(tmp_path):
         ValueError, match=rf"The files in {raw} are not those of Cora .*: replace by what https"
     ):
         datasets.load("Cora", tmp_path)
+
+
+# Graphs, nodes, edges (both directions), features and graphs per class, as published with the data sets.
+MOLECULES = {
+    "MUTAG": (188, 3371, 7442, 7, [63, 125]),
+    "PROTEINS": (1113, 43471, 162088, 3, [663, 450]),
+    "ENZYMES": (600, 19580, 74564, 18 + 3, [100] * 6),
+}
+
+
+@needs_data
+@pytest.mark.parametrize("name", MOLECULES)
+def test_known_molecules(name):
+    data = datasets.molecules(name, ROOT)
+    num_graphs, num_nodes, num_edges, num_features, classes = MOLECULES[name]
+    assert len(data) == num_graphs
+    assert torch.cat([graph.y for graph in data]).bincount().tolist() == classes
+    x = torch.cat([graph.x for graph in data])
+    assert x.shape == (num_nodes, num_features)
+    labels = 7 if name == "MUTAG" else 3
+    assert (x[:, -labels:].sum(1) == 1).all() and set(x[:, -labels:].unique().tolist()) == {0, 1}
+    assert sum(graph.num_edges for graph in data) == num_edges
+    assert all(graph.is_undirected() for graph in data)
+    # The first atom and bond of the second graph, read by hand.
+    raw = Path(ROOT, "tudataset", name, "raw")
+    owner, bonds = (
+        np.loadtxt(raw / f"{name}_{part}.txt", int, delimiter=",") for part in ("graph_indicator", "A")
+    )
+    first = np.flatnonzero(owner == 2)[0]
+    own = bonds[owner[bonds[:, 0] - 1] == 2] - 1 - first
+    assert set(map(tuple, own)) == set(map(tuple, data[1].edge_index.T.tolist()))
+    assert data[1].num_nodes == (owner == 2).sum()
+
+
+def test_molecules_that_are_not_there(tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="`name` must be one of MUTAG, PROTEINS, ENZYMES, got 'NCI1'"):
+        datasets.molecules("NCI1")
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setattr("torch_geometric.io.fs.cp", refuse)
+    monkeypatch.setattr("torch_geometric.datasets.tu_dataset.fs.cp", refuse)
+    with pytest.raises(ConnectionError, match="MUTAG could not be downloaded"):
+        datasets.molecules("MUTAG", tmp_path)
+    announced = capsys.readouterr().err.splitlines()[0]
+    raw = tmp_path / "tudataset/MUTAG/raw"
+    assert "MUTAG_A.txt" in announced and "https://" in announced and str(raw) in announced
+    assert not raw.exists()
+
+
+@needs_data
+def test_molecules_of_damaged_files(tmp_path):
+    raw = tmp_path / "MUTAG/raw"
+    shutil.copytree(Path(ROOT, "tudataset/MUTAG/raw"), raw, copy_function=shutil.copyfile)
+    raw.chmod(stat.S_IRWXU)
+    assert len(datasets.molecules("MUTAG", tmp_path)) == 188
+    assert not (raw.parent / "processed").exists()
+    bonds = raw / "MUTAG_A.txt"
+    whole = bonds.read_text().splitlines()
+    for lines in (whole[:-40], ["what", "is", "this"], []):
+        bonds.write_text("\n".join(lines))
+        with pytest.raises(
+            ValueError, match=rf"The files in {raw} are not those of MUTAG.*: replace by what"
+        ):
+            datasets.molecules("MUTAG", tmp_path)
