@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     print(f"{int(test.sum())} test images of {PIXELS} pixels; ms is the layer on all of them\n")
     print(table(results))
     digit = int(data.y[test][args.image])
-    title = f"One layer on five graphs, looking at a {digit} (dots: its ink)"
+    title = f"One layer on five graphs, looking at a {digit}"
     draw(args.out, model, data.x[test][args.image], all_graphs, title)
     print(f"\nFigure: {args.out}")
     return results
