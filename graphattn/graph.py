@@ -354,6 +354,36 @@ class SparseGraph(Graph):
         edge_index[1, self.edge_id_t] = self.row.long()
         return edge_index
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A file may hold anything, and kernels trust what they are given. O(E), a fraction of a sort.
+        if not isinstance(state, dict) or state.keys() != {field.name for field in fields(self)}:
+            raise ValueError(f"A stored SparseGraph must hold its six tensors, got {_names(state)}.")
+        _fill(self, **state)
+        for name, ptr in (("rowptr", self.rowptr), ("colptr", self.colptr)):
+            _check_stored(name, ptr, torch.int64)
+            if ptr.numel() == 0:
+                raise ValueError(f"A stored `{name}` must have at least one entry, got none.")
+        sides = (
+            ("col", self.col, "edge_id", self.edge_id, self.rowptr, self.num_keys),
+            ("row", self.row, "edge_id_t", self.edge_id_t, self.colptr, self.num_queries),
+        )
+        for name, ids, order_name, order, ptr, limit in sides:
+            _check_stored(name, ids, torch.int32)
+            _check_stored(order_name, order, torch.int32)
+            _check_count("the number of nodes", limit)
+            if {x.device for x in (ids, order, ptr)} != {
+                self.device
+            } or not ids.shape == order.shape == self.col.shape:
+                raise ValueError(
+                    "The tensors of a stored SparseGraph must be of one length and on one device."
+                )
+            if self.device.type == "meta":
+                continue
+            _check_range(f"The stored `{name}`", ids, limit)
+            if ptr[0] != 0 or ptr[-1] != ids.numel() or (ptr.diff() < 0).any():
+                raise ValueError(f"The stored pointers to `{name}` must rise from 0 to {ids.numel()}.")
+            _check_permutation(order_name, order)
+
 
 torch.export.register_dataclass(SparseGraph, serialized_type_name="graphattn.SparseGraph")
 torch.serialization.add_safe_globals([SparseGraph])
@@ -394,6 +424,26 @@ class _StructuredGraph(Graph):
         axes = axis_intervals(self)
         queries, slots = _listed(self, axes, [(axis.slot, axis.slot_step, axis.slots) for axis in axes])
         return slots + queries * self.edge_shape[1]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A file may hold anything: what the rule gives is what counts.
+        usual = {field.name: field.default for field in fields(self)}
+        if not isinstance(state, dict) or not state.keys() <= usual.keys():
+            raise ValueError(f"A stored {type(self).__name__} must hold its rule, got {_names(state)}.")
+        state = {**usual, **state}
+        ptr, device = state["ptr"], state["device"]
+        if not isinstance(device, torch.device):
+            raise TypeError(f"A stored `device` must be a torch.device, got {type(device).__name__}.")
+        if ptr is None or not isinstance(ptr, Tensor) or ptr.device.type != "meta":
+            checked = _by_rule(type(self), **state)
+            for name in ("num_queries", "num_keys", "num_edges", "offset"):
+                if getattr(checked, name) != state[name]:
+                    raise ValueError(
+                        f"The stored `{name}` of a {checked} must be {getattr(checked, name)}, got {state[name]}."
+                    )
+            if ptr is not None and ptr.device != device:
+                raise ValueError(f"A stored `ptr` must be on {device}, got {ptr.device}.")
+        _fill(self, **state)
 
     def positions(self) -> Int[Tensor, "queries axes"]:
         """Where each query is in its sequence, clique or grid, int64 `[num_queries, axes]`.
@@ -918,6 +968,46 @@ def _ragged(kind: type[_StructuredGraph], ptr: Tensor, **rule: Any) -> Any:
         object.__new__(kind), num_queries=num_nodes, num_keys=num_nodes, device=ptr.device, ptr=ptr, **rule
     )
     return _fill(graph, num_edges=int(axis_intervals(graph)[0].count.sum()))
+
+
+def _by_rule(kind: type[_StructuredGraph], **stored: Any) -> Any:
+    # The graph that the constructors, which check, make of a rule.
+    size, ptr, order = stored["num_queries"], stored["ptr"], stored["order"]
+    if kind is GridGraph:
+        rule = (stored[name] for name in ("shape", "radius"))
+        return GridGraph(*rule, dilation=stored["dilation"], border=stored["border"])
+    if order is not None:
+        _check_stored("order", order, torch.int64)
+        if ptr is None or kind is not CompleteGraph or order.numel() != size or order.device != ptr.device:
+            raise ValueError("A stored `order` must be that of the nodes of cliques.")
+        _check_permutation("order", order)
+    if kind is CompleteGraph:
+        causal = stored["causal"]
+        if ptr is not None:
+            return _fill(CompleteGraph.from_ptr(ptr, causal=causal), order=order)
+        return CompleteGraph(size, num_keys=stored["num_keys"], causal=causal, offset=stored["offset"])
+    radius, dilation = stored["radius"], stored["dilation"]
+    if ptr is not None:
+        return WindowGraph.from_ptr(ptr, radius, dilation=dilation)
+    return WindowGraph(size, radius, dilation=dilation, num_keys=stored["num_keys"], offset=stored["offset"])
+
+
+def _names(state: Any) -> str:
+    return ", ".join(map(str, state)) or "nothing" if isinstance(state, dict) else type(state).__name__
+
+
+def _check_stored(name: str, x: Any, dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.dtype != dtype or x.dim() != 1:
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"A stored `{name}` must be a one-dimensional tensor of {dtype}, got {got}.")
+
+
+def _check_permutation(name: str, order: Tensor) -> None:
+    _check_range(f"The stored `{name}`", order, order.numel())
+    seen = torch.zeros(order.numel(), dtype=torch.bool, device=order.device)
+    seen[order.long()] = True
+    if not seen.all():
+        raise ValueError(f"The stored `{name}` must hold every number once.")
 
 
 def _fill(graph: Any, **values: Any) -> Any:
