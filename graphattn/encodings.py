@@ -55,7 +55,7 @@ def sinusoidal(
     Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
     """
     dim = _count("dim", dim)
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0.0 < base < math.inf:
+    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0.0 < base <= np.finfo(float).max:
         raise ValueError(f"`base` must be a positive number, got {base!r}.")
     positions, dtype = checked_positions(positions)
     num_nodes, axes = positions.shape
@@ -122,9 +122,9 @@ def laplacian_eigenvectors(
     from scipy.sparse import csgraph, diags_array, eye_array
 
     k = _count("k", k)
-    if normalization not in ("sym", None):
+    if normalization is not None and (not isinstance(normalization, str) or normalization != "sym"):
         raise ValueError(f'`normalization` must be "sym" or None, got {normalization!r}.')
-    if directed not in ("symmetrize", "raise"):
+    if not isinstance(directed, str) or directed not in ("symmetrize", "raise"):
         raise ValueError(f'`directed` must be "symmetrize" or "raise", got {directed!r}.')
     A, dtype = _adjacency(graph, edge_weight)
     symmetric = (A + A.T) / 2
@@ -338,6 +338,8 @@ def checked_positions(positions: Tensor) -> tuple[Tensor, torch.dtype]:
     if not isinstance(positions, Tensor) or positions.is_complex() or positions.dtype == torch.bool:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"`positions` must be a tensor of real numbers, got {got}.")
+    if positions.layout is not torch.strided:
+        raise TypeError(f"`positions` must be dense, got {positions.layout}. Convert it with `.to_dense()`.")
     if positions.dim() not in (1, 2):
         raise ValueError(
             f"`positions` must have shape [nodes] or [nodes, axes], got {list(positions.shape)}."
@@ -535,6 +537,6 @@ def _check_graph(graph: Graph) -> None:
 def _count(name: str, x: int, least: int = 0) -> int:
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"`{name}` must be an int, got {type(x).__name__}.")
-    if x < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {x}.")
+    if not least <= x < 2**31:
+        raise ValueError(f"`{name}` must be at least {least} and below 2**31, got {x}.")
     return int(x)

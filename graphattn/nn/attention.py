@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch_geometric.nn import MessagePassing
 
 from graphattn.attention import attention_weights, graph_attention
 from graphattn.graph import Graph, as_graph
-from graphattn.nn.conv import has_message_watchers
+from graphattn.nn.conv import check_probability, has_message_watchers
 
 
 class GraphMultiheadAttention(MessagePassing):
@@ -67,10 +68,10 @@ class GraphMultiheadAttention(MessagePassing):
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         check_heads("embed_dim", embed_dim, "num_heads", num_heads)
+        check_integers(kdim=kdim, vdim=vdim)
         if min(kdim, vdim) < 1:
             raise ValueError(f"`kdim` and `vdim` must be at least 1, got {kdim} and {vdim}.")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"`dropout` must be a probability in [0, 1], got {dropout}.")
+        check_probability("dropout", dropout)
         super().__init__(aggr="add", node_dim=-3)
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim, self.vdim = kdim, vdim
@@ -206,8 +207,16 @@ def check_features(name: str, x: Tensor, width: int) -> None:
         raise ValueError(f"`{name}` must have shape [..., nodes, {width}], got {list(x.shape)}.")
 
 
+def check_integers(**numbers: int) -> None:
+    """Check that numbers of things are ints; the names are those of the caller's arguments."""
+    for name, n in numbers.items():
+        if isinstance(n, bool) or not isinstance(n, Integral):
+            raise TypeError(f"`{name}` must be an int, got {type(n).__name__}.")
+
+
 def check_heads(name: str, channels: int, heads_name: str, heads: int) -> None:
     """Check that channels can be shared out among heads; the names are those of the caller's arguments."""
+    check_integers(**{name: channels, heads_name: heads})
     if heads < 1 or channels < 1 or channels % heads != 0:
         raise ValueError(
             f"`{name}` must be a positive multiple of `{heads_name}`, got {name}={channels} and"

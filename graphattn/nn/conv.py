@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -80,8 +81,11 @@ class TransformerConv(pyg.TransformerConv):
         root_weight: bool = True,
         **kwargs: Any,
     ) -> None:
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"`dropout` must be a probability in [0, 1], got {dropout}.")
+        check_probability("dropout", dropout)
+        if not isinstance(in_channels, (int, tuple, list)):
+            raise TypeError(
+                f"`in_channels` must be an int or a pair of ints, got {type(in_channels).__name__}."
+            )
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
         )
@@ -250,6 +254,14 @@ def has_message_watchers(layer: pyg.MessagePassing) -> bool:
     return bool(layer.explain or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS))
 
 
+def check_probability(name: str, p: float) -> None:
+    """Check that p is a number in [0, 1]."""
+    if isinstance(p, bool) or not isinstance(p, Real):
+        raise TypeError(f"`{name}` must be a number, got {type(p).__name__}.")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"`{name}` must be a probability in [0, 1], got {p}.")
+
+
 def accelerate(model: _Model) -> _Model:
     """Switches every PyG `TransformerConv` in `model` to the fused layer, in place.
 
@@ -262,11 +274,16 @@ def accelerate(model: _Model) -> _Model:
     Returns:
         The same model.
 
+    Raises:
+        TypeError: `model` is not a module.
+
     Example:
         >>> from torch_geometric.nn import TransformerConv
         >>> type(accelerate(TransformerConv(8, 4))).__module__
         'graphattn.nn.conv'
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
         if type(module) is pyg.TransformerConv:
             module.__class__ = TransformerConv

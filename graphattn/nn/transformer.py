@@ -15,7 +15,14 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.utils import to_dense_batch
 
 from graphattn.graph import CompleteGraph
-from graphattn.nn.attention import GraphMultiheadAttention, check_features, check_heads, graph_between
+from graphattn.nn.attention import (
+    GraphMultiheadAttention,
+    check_features,
+    check_heads,
+    check_integers,
+    graph_between,
+)
+from graphattn.nn.conv import check_probability
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -73,7 +80,12 @@ class GraphTransformerLayer(torch.nn.Module):
             if activation not in _ACTIVATIONS:
                 raise ValueError(f'`activation` must be "relu", "gelu" or a function, got {activation!r}.')
             activation = _ACTIVATIONS[activation]
+        elif not callable(activation):
+            raise TypeError(f"`activation` must be a str or a function, got {type(activation).__name__}.")
         check_heads("d_model", d_model, "nhead", nhead)
+        check_integers(dim_feedforward=dim_feedforward)
+        if dim_feedforward < 1:
+            raise ValueError(f"`dim_feedforward` must be at least 1, got {dim_feedforward}.")
         self.self_attn = GraphMultiheadAttention(d_model, nhead, dropout=dropout, bias=bias)
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias)
         self.dropout = Dropout(dropout)
@@ -173,6 +185,12 @@ class GraphTransformer(torch.nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        check_integers(
+            in_channels=in_channels,
+            out_channels=out_channels,
+            num_layers=num_layers,
+            encoding_channels=encoding_channels,
+        )
         if min(num_layers, encoding_channels) < 0:
             raise ValueError(
                 f"`num_layers` and `encoding_channels` must not be negative, got {num_layers} and"
@@ -321,6 +339,10 @@ class GPSConv(pyg.GPSConv):
         attn_type: str = "multihead",
         attn_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        check_heads("channels", channels, "heads", heads)
+        check_probability("dropout", dropout)
+        if norm is not None and not isinstance(norm, (str, torch.nn.Module)):
+            raise TypeError(f"`norm` must be a str, a module or None, got {type(norm).__name__}.")
         super().__init__(
             channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs
         )
