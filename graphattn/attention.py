@@ -127,7 +127,8 @@ def attention_weights(
     """
     # Without values the kernel only scores. The edge term needs value_dim == dim, so its values are not
     # formed either.
-    value = key[..., :0] if isinstance(key, Tensor) else key
+    sliceable = isinstance(key, Tensor) and key.layout is torch.strided and key.dim() > 0
+    value = key[..., :0] if sliceable else key
     _, _, weights = _attend(
         query, key, value, graph, bias, edge_attr, edge_projection, scale, softcap, 0.0, False, True
     )
@@ -159,6 +160,8 @@ def _attend(
         operands.get(name) for name in ("bias", "edge_attr", "edge_projection")
     )
     _check_shapes(query, key, value, graph, bias, edge_attr, edge_projection, return_weights)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"`return_lse` must be a bool, got {type(return_lse).__name__}.")
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = query.size(-1) ** -0.5 if scale is None else _number("scale", scale, wide)
     tiny = torch.finfo(wide).tiny
@@ -354,10 +357,14 @@ def _number(name: str, x: float, dtype: torch.dtype, above: float = -math.inf) -
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"`{name}` must be a number, got {type(x).__name__}.")
     most = torch.finfo(dtype).max
+    try:
+        x = float(x)
+    except OverflowError:  # of an int or a Fraction
+        x = math.inf if x > 0 else -math.inf
     if not (above < x and abs(x) <= most):
         least = f"above {above:g} and " if above > -math.inf else ""
         raise ValueError(f"`{name}` must be {least}at most {most:g} in size, finite in {dtype}, got {x}.")
-    return float(x)
+    return x
 
 
 def _refuse_functional_grad(operands) -> None:

@@ -125,9 +125,9 @@ def laplacian_eigenvectors(
     from scipy.sparse import coo_array, csgraph, diags_array, eye_array
 
     k = checked_count("k", k, 0)
-    if normalization not in ("sym", None):
+    if normalization is not None and (not isinstance(normalization, str) or normalization != "sym"):
         raise ValueError(f'`normalization` must be "sym" or None, got {normalization!r}.')
-    if directed not in ("symmetrize", "raise"):
+    if not isinstance(directed, str) or directed not in ("symmetrize", "raise"):
         raise ValueError(f'`directed` must be "symmetrize" or "raise", got {directed!r}.')
     source, target, weight, dtype = _weighted_edges(graph, edge_weight)
     n = graph.num_queries

@@ -34,6 +34,11 @@ class Graph:
     The common type of all graph kinds. Each kind is plain data; what is written here follows from its edges.
     """
 
+    def __init__(self) -> None:
+        raise TypeError(
+            "Graph is the common type of SparseGraph, CompleteGraph, WindowGraph and GridGraph: build one of these."
+        )
+
     @property
     def num_queries(self) -> int:
         """Number of nodes that attend (targets, `edge_index[1]`)."""
@@ -261,7 +266,7 @@ class SparseGraph(Graph):
             The graph, its edges in the order of `G.to_directed().edges()`, as in PyG's `from_networkx`.
 
         Raises:
-            TypeError: `G` is not a networkx graph.
+            TypeError: `G` is not a networkx graph, or `nodelist` not a sequence of nodes.
             ValueError: `nodelist` names a node twice, or one that is not in `G`.
 
         Example:
@@ -273,8 +278,13 @@ class SparseGraph(Graph):
 
         if not isinstance(G, networkx.Graph):
             raise TypeError(f"`G` must be a networkx graph, got {type(G).__name__}.")
-        nodes = list(G if nodelist is None else nodelist)
-        number = {node: i for i, node in enumerate(nodes)}
+        try:
+            nodes = list(G if nodelist is None else nodelist)
+            number = {node: i for i, node in enumerate(nodes)}
+        except TypeError as error:
+            raise TypeError(
+                f"`nodelist` must be a sequence of nodes of `G`, got {type(nodelist).__name__}: {error}."
+            ) from error
         if len(number) != len(nodes):
             raise ValueError("`nodelist` must name every node once, got a repeated node.")
         if not all(node in G for node in nodes):
@@ -701,7 +711,7 @@ class GridGraph(_StructuredGraph):
         shape = _checked_shape(shape)
         box = tuple(_checked_radius(one) for one in _per_axis("radius", radius, shape))
         dilation = _checked_int("`dilation`", dilation, least=1)
-        if border not in ("clip", "shift"):
+        if not isinstance(border, str) or border not in ("clip", "shift"):
             raise ValueError(f'`border` must be "clip" or "shift", got {border!r}.')
         if border == "shift" and any((before is None) != (after is None) for before, after in box):
             raise ValueError(
@@ -1161,7 +1171,7 @@ def as_graph(
         >>> as_graph(edge_index, num_nodes=3) is as_graph(edge_index, num_nodes=3)
         True
     """
-    if flow not in ("source_to_target", "target_to_source"):
+    if not isinstance(flow, str) or flow not in ("source_to_target", "target_to_source"):
         raise ValueError(f'`flow` must be "source_to_target" or "target_to_source", got {flow!r}.')
     backwards = flow == "target_to_source"
     if isinstance(x, Tensor) and x.layout is torch.strided:
@@ -1243,7 +1253,7 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
         The graph, its edges sorted by (query, key).
 
     Raises:
-        ValueError: `num_nodes` or `degree` is negative.
+        ValueError: `num_nodes` or `degree` is negative or not below 2**31, or `seed` not a number of 64 bits.
         TypeError: `num_nodes`, `degree` or `seed` is not an int.
 
     Example:
@@ -1254,6 +1264,8 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
     _check_count("`degree`", degree)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise TypeError(f"`seed` must be an int, got {type(seed).__name__}.")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"`seed` must be at least -2**63 and below 2**64, got {seed}.")
     if num_nodes <= degree + 1:
         return SparseGraph.from_mask(~torch.eye(num_nodes, dtype=torch.bool, device="cpu"))
     generator = torch.Generator().manual_seed(int(seed))

@@ -133,7 +133,7 @@ class AddSinusoidalPE(BaseTransform):
         def encode(data: Data) -> Tensor:
             if data.pos is not None:
                 nodes = data.x.size(0) if isinstance(data.x, Tensor) else data.num_nodes
-                if nodes is not None and isinstance(data.pos, Tensor) and data.pos.size(0) != nodes:
+                if nodes is not None and isinstance(data.pos, Tensor) and data.pos.shape[:1] != (nodes,):
                     raise ValueError(f"`data.pos` must have {nodes} rows, got {list(data.pos.shape)}.")
                 return sinusoidal(data.pos, self.dim)
             if data.num_nodes is None:
@@ -169,6 +169,8 @@ def _attach(data: Data, encode: Callable[[Data], Tensor], attr_name: str | None)
     """Write an encoding to `data`, which PyG has copied, or concatenate it to the features."""
     if not isinstance(data, Data):
         raise TypeError(f"`data` must be a PyG Data, got {type(data).__name__}.")
+    if attr_name is not None and not isinstance(attr_name, str):
+        raise TypeError(f"`attr_name` must be a str or None, got {type(attr_name).__name__}.")
     x = data.x
     if attr_name is None and x is not None:
         # Written into integers an encoding would be cut to zeros.

@@ -604,6 +604,35 @@ def test_weights(name, options, dtype):
         oracle.assert_close_to_oracle(a, e, p, expected_dtype, what)
 
 
+@pytest.mark.parametrize("heads", [1, 7, 8, 16])
+@pytest.mark.parametrize("dim", [3, 8])
+def test_gradients_through_weights_of_many_heads(heads, dim):
+    """Weights have values of no width, which a kernel for eight heads at a time must not read."""
+    case = oracle.draw_case(GRAPHS["100 nodes"], dtype=torch.float32, heads=heads, dim=dim)
+    names = ("query", "key")
+    flowing = torch.randn(case.edge_index.shape[1], heads)
+
+    def gradients(case, weights_of):
+        operands = {name: case.operands[name].detach().clone().requires_grad_() for name in names}
+        return torch.autograd.grad(weights_of(operands), tuple(operands.values()), flowing.to(case.dtype))
+
+    exact = gradients(
+        case.to(torch.float64),
+        lambda x: oracle.attention(**x, value=x["key"], edge_index=case.edge_index)[2],
+    )
+    actual = gradients(case, lambda x: attention_weights(**x, graph=sparse_graph(case)))
+    for ours, wanted in zip(actual, exact):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-6)
+    out = graph_attention(
+        *(case.operands[name].requires_grad_() for name in names),
+        torch.ones_like(case.operands["key"][..., :0]),
+        sparse_graph(case),
+    )
+    assert out.shape == (case.num_queries, heads, 0)
+    for x in torch.autograd.grad(out.sum(), [case.operands[name] for name in names]):
+        assert (x == 0).all()
+
+
 def test_weights_sum_to_one_per_query_and_head():
     case = oracle.draw_case(GRAPHS["query degrees 0 to 70"], dtype=torch.float32, heads=3, leading=(2,))
     weights = weights_of(case, case.operands)

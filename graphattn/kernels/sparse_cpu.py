@@ -273,7 +273,9 @@ def _dots(
     it asks for the far rows of the edges some places ahead, of which ``known`` are listed, in ``far`` and in ``also``.
     """
     padded, even = (heads + 7) // 8 * 8, dim - dim % width(L)
-    by_eight = step >= 0 and heads % 8 == 0 and (dim == width(L) or (dim % 8 == 0 and width(L) == 8))
+    by_eight = (
+        step >= 0 and heads % 8 == 0 and (dim == width(L) or (dim % 8 == 0 and dim > 0 and width(L) == 8))
+    )
     for e in range(count):
         if e + _AHEAD < known:
             _ask(far, far_size, far_rows[e + _AHEAD])

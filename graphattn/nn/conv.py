@@ -83,6 +83,10 @@ class TransformerConv(pyg.TransformerConv):
         **kwargs: Any,
     ) -> None:
         check_probability("dropout", dropout)
+        if not isinstance(in_channels, (int, tuple, list)):
+            raise TypeError(
+                f"`in_channels` must be an int or a pair of ints, got {type(in_channels).__name__}."
+            )
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
         )
@@ -302,11 +306,16 @@ def accelerate(model: _Model) -> _Model:
     Returns:
         The same model.
 
+    Raises:
+        TypeError: `model` is not a module.
+
     Example:
         >>> from torch_geometric.nn import TransformerConv
         >>> type(accelerate(TransformerConv(8, 4))).__module__
         'graphattn.nn.conv'
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
         if type(module) is pyg.TransformerConv:
             module.__class__ = TransformerConv

@@ -331,6 +331,8 @@ class GPSConv(pyg.GPSConv):
         check_probability("dropout", dropout)
         if attn_type == "multihead":
             _check_attention_arguments(attn_kwargs, channels)
+        if norm is not None and not isinstance(norm, (str, torch.nn.Module)):
+            raise TypeError(f"`norm` must be a str, a module or None, got {type(norm).__name__}.")
         super().__init__(
             channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs
         )
