@@ -108,9 +108,32 @@ SETTINGS = {
         metric="ROC AUC",
     ),
     "Computers": Settings(
-        root_weight=True, norm="batch", dropout=0.5, attention_dropout=0.1, weight_decay=5e-5
+        channels=16,
+        root_weight=True,
+        norm="layer",
+        input_dropout=0.1,
+        dropout=0.5,
+        attention_dropout=0.3,
+        weight_decay=1e-4,
+        epochs=150,
+        patience=None,
+        choose_by="score",
+        one_cycle=True,
+        evaluate_every=10,
     ),
-    "Photo": Settings(root_weight=True, norm="batch", dropout=0.5, attention_dropout=0.1, weight_decay=5e-5),
+    "Photo": Settings(
+        root_weight=True,
+        norm="layer",
+        input_dropout=0.3,
+        attention_dropout=0.4,
+        lr=0.005,
+        weight_decay=5e-4,
+        epochs=100,
+        patience=None,
+        choose_by="score",
+        one_cycle=True,
+        evaluate_every=10,
+    ),
 }
 
 
