@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 from torch_geometric.data import Data
 from torch_geometric.transforms import AddSelfLoops, NormalizeFeatures
+from torch_geometric.utils import degree
 from tqdm import tqdm
 
 import datasets
@@ -52,7 +53,6 @@ class Settings:
     channels: int = 8  # per head
     output_heads: int = 1  # of the last layer: their class scores are averaged
     root_weight: bool = False  # add a linear map of the node itself to what it attends to
-    residual: bool = False  # add the input of a hidden layer to its output, where both are as wide
     norm: str = "none"  # normalisation after every hidden layer: one of NORMS
     input_dropout: float | None = None  # of the features of the data; None: as all others
     dropout: float = 0.6  # of features
@@ -60,13 +60,11 @@ class Settings:
     lr: float = 0.01
     weight_decay: float = 1e-3
     epochs: int = 1000
-    patience: int = 100  # epochs without a better one
+    patience: int | None = 100  # epochs without a better one; None: all epochs are trained
     choose_by: str = "loss"  # the best epoch has the lowest validation "loss" or the highest "score"
-    one_cycle: bool = (
-        False  # the learning rate rises to `lr` and falls to 0 over `epochs`, else it is constant
-    )
+    one_cycle: bool = False  # the learning rate rises to `lr` and falls to 0, else it is constant
     evaluate_every: int = 1  # epochs from one look at the validation nodes to the next
-    self_loops: bool = True  # let every node attend to itself as well
+    degree: bool = False  # a feature more, as means over neighbours do not tell how many there are
     normalize_features: bool = False  # rows sum to 1
     metric: str = "accuracy"
 
@@ -77,28 +75,65 @@ SETTINGS = {
     "CiteSeer": Settings(weight_decay=2e-3, normalize_features=True),
     "PubMed": Settings(output_heads=8, attention_dropout=0.3, normalize_features=True),
     "Minesweeper": Settings(
-        layers=10,
+        layers=14,
+        heads=4,
         root_weight=True,
         norm="batch",
+        input_dropout=0.0,
         dropout=0.2,
         attention_dropout=0.0,
+        lr=0.015,
         weight_decay=0.0,
-        patience=200,
+        epochs=1000,
+        patience=None,
+        choose_by="score",
+        one_cycle=True,
+        evaluate_every=20,
         metric="ROC AUC",
     ),
     "Tolokers": Settings(
-        layers=3,
+        layers=4,
         root_weight=True,
         norm="batch",
-        dropout=0.2,
-        attention_dropout=0.1,
+        input_dropout=0.0,
+        dropout=0.4,
+        attention_dropout=0.2,
         weight_decay=0.0,
+        epochs=250,
+        patience=None,
+        choose_by="score",
+        one_cycle=True,
+        evaluate_every=10,
+        degree=True,
         metric="ROC AUC",
     ),
     "Computers": Settings(
-        root_weight=True, norm="batch", dropout=0.5, attention_dropout=0.1, weight_decay=5e-5
+        channels=16,
+        root_weight=True,
+        norm="layer",
+        input_dropout=0.1,
+        dropout=0.5,
+        attention_dropout=0.3,
+        weight_decay=1e-4,
+        epochs=150,
+        patience=None,
+        choose_by="score",
+        one_cycle=True,
+        evaluate_every=10,
     ),
-    "Photo": Settings(root_weight=True, norm="batch", dropout=0.5, attention_dropout=0.1, weight_decay=5e-5),
+    "Photo": Settings(
+        root_weight=True,
+        norm="layer",
+        input_dropout=0.3,
+        attention_dropout=0.4,
+        lr=0.005,
+        weight_decay=5e-4,
+        epochs=100,
+        patience=None,
+        choose_by="score",
+        one_cycle=True,
+        evaluate_every=10,
+    ),
 }
 
 
@@ -115,7 +150,6 @@ class NodeClassifier(torch.nn.Module):
         )
         self.convs.append(conv(widths[-1], num_classes, settings.output_heads, concat=False, **options))
         self.norms = torch.nn.ModuleList(NORMS[settings.norm](hidden) for _ in widths[1:])
-        self.residual = settings.residual
         self.dropout = settings.dropout
         self.input_dropout = settings.dropout if settings.input_dropout is None else settings.input_dropout
         for conv in self.convs:  # all scores start at 0: attention begins as the mean over the neighbours
@@ -125,10 +159,8 @@ class NodeClassifier(torch.nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = F.dropout(x, self.input_dropout, self.training)
         for conv, norm in zip(self.convs, self.norms):  # one norm less than convs: this leaves out the last
-            out = F.elu(norm(conv(x, edge_index)))
-            if self.residual and out.shape == x.shape:
-                out = out + x
-            x = F.dropout(out, self.dropout, self.training)
+            x = F.elu(norm(conv(x, edge_index)))
+            x = F.dropout(x, self.dropout, self.training)
         return self.convs[-1](x, edge_index)
 
 
@@ -144,8 +176,12 @@ class Run:
 
 
 def prepare(data: Data, settings: Settings) -> Data:
-    """Add the edges and scale the features as the settings say."""
-    data = AddSelfLoops()(data) if settings.self_loops else data
+    """Let every node attend to itself as well; add the degree and scale the features if the settings say so."""
+    data = copy.copy(data)
+    if settings.degree:
+        log_degree = degree(data.edge_index[1], data.num_nodes).log1p()
+        data.x = torch.cat([data.x, (log_degree - log_degree.mean()).div(log_degree.std())[:, None]], dim=1)
+    data = AddSelfLoops()(data)
     return NormalizeFeatures()(data) if settings.normalize_features else data
 
 
@@ -226,7 +262,7 @@ def train(layer: str, data: Data, settings: Settings, seed: int) -> Run:
 
             if len(history) == 1 or merit(row) > merit(best):
                 best, best_state = row, copy.deepcopy(model.state_dict())
-            elif epoch - best["epoch"] >= settings.patience:
+            elif settings.patience is not None and epoch - best["epoch"] >= settings.patience:
                 break
     model.load_state_dict(best_state)
     return Run(model, best["val"], best["test"], best["epoch"], history)
