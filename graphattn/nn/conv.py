@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +50,8 @@ class TransformerConv(pyg.TransformerConv):
         **kwargs: those of `torch_geometric.nn.MessagePassing`, such as `flow` and `aggr`.
 
     Raises:
-        ValueError: `dropout` lies outside [0, 1].
+        ValueError: a number of channels or heads is too small, or `dropout` lies outside [0, 1].
+        TypeError: one of them is no number.
 
     Example:
         >>> conv = TransformerConv(in_channels=8, out_channels=4, heads=2)
@@ -81,6 +82,15 @@ class TransformerConv(pyg.TransformerConv):
         root_weight: bool = True,
         **kwargs: Any,
     ) -> None:
+        pair = (in_channels, in_channels) if isinstance(in_channels, Integral) else in_channels
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"`in_channels` must be an int or a pair (source, target), got {in_channels!r}.")
+        for n in pair:
+            check_count("in_channels", n, -1)
+        check_count("out_channels", out_channels, 1)
+        check_count("heads", heads, 1)
+        if edge_dim is not None:
+            check_count("edge_dim", edge_dim, -1)
         check_probability("dropout", dropout)
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
@@ -268,6 +278,11 @@ def check_edge_mask(layer: pyg.MessagePassing, num_edges: int) -> None:
 
 def check_dense(name: str, x: Tensor, weight: Any) -> None:
     """That features are dense, and of the dtype of the weight that they meet first."""
+    if x.is_nested:
+        raise TypeError(
+            f"`{name}` must be one dense tensor, got a nested one. Concatenate the graphs along the nodes, and"
+            " join them by CompleteGraph.from_ptr or the like."
+        )
     if x.layout is not torch.strided:
         raise TypeError(f"`{name}` must be dense, got {x.layout}. Convert it with `.to_dense()`.")
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or x.dtype == weight.dtype:
@@ -280,6 +295,13 @@ def check_dense(name: str, x: Tensor, weight: Any) -> None:
         f"`{name}` must have the dtype of the layer's weights, {weight.dtype}, got {x.dtype}. Convert the features"
         " or the layer with `.to(dtype)`."
     )
+
+
+def check_count(name: str, n: Any, least: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, Integral):  # NumPy's are integers too
+        raise TypeError(f"`{name}` must be an int of at least {least}, got {n!r}.")
+    if n < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}, got {n}.")
 
 
 def check_probability(name: str, p: Any) -> None:
@@ -301,11 +323,16 @@ def accelerate(model: _Model) -> _Model:
     Returns:
         The same model.
 
+    Raises:
+        TypeError: `model` is not a module.
+
     Example:
         >>> from torch_geometric.nn import TransformerConv
         >>> type(accelerate(TransformerConv(8, 4))).__module__
         'graphattn.nn.conv'
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {model!r}.")
     for module in model.modules():
         if type(module) is pyg.TransformerConv:
             module.__class__ = TransformerConv
