@@ -83,7 +83,7 @@ class GraphTransformerLayer(torch.nn.Module):
         check_heads("d_model", d_model, "nhead", nhead)
         check_count("dim_feedforward", dim_feedforward, 1)
         check_probability("dropout", dropout)
-        if not isinstance(layer_norm_eps, Real) or not 0.0 <= layer_norm_eps < math.inf:
+        if not isinstance(layer_norm_eps, Real) or not 0.0 <= float(layer_norm_eps) < math.inf:
             raise ValueError(f"`layer_norm_eps` must be a number of at least 0, got {layer_norm_eps!r}.")
         self.self_attn = GraphMultiheadAttention(d_model, nhead, dropout=dropout, bias=bias)
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias)

@@ -586,6 +586,8 @@ def _split_positions(weights: dict[str, Tensor], with_extra: bool, grid: tuple[i
 
 def _pair(name: str, size: Any) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2 or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in pair):
+    if len(pair) != 2 or not all(
+        isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0 for n in pair
+    ):
         raise ValueError(f"`{name}` must be a positive int or a pair (height, width) of them, got {size!r}.")
     return int(pair[0]), int(pair[1])
