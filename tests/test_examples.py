@@ -336,6 +336,14 @@ def test_vision_transformer_on_digits(tmp_path, capsys, one_thread):
     assert pixels.shape[:2] == (468, 1440) and pixels.std() > 0.1
 
 
+def test_held_out_images_are_training_images():
+    data = vision_transformer.digits()
+    held = vision_transformer.held_out(data)
+    assert len(held.train) == 1038 and len(held.test) == 259
+    assert torch.equal(torch.cat([held.train, held.test]), data.train)
+    assert torch.equal(torch.cat([held.train_labels, held.test_labels]), data.train_labels)
+
+
 def idx_files(folder, compress):
     """40 training and 10 test images that are no digits, in MNIST's own format; also what they hold."""
     folder.mkdir(parents=True)

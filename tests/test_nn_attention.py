@@ -468,6 +468,11 @@ def test_autocast_takes_features_and_weights_of_two_dtypes(weights, inputs):
         (lambda m, x: m(x, CompleteGraph(5), x, x[:4]), ValueError, "`key` and `value` as many nodes"),
         (lambda m, x: m(x[None], CompleteGraph(5), x), ValueError, "same leading dimensions"),
         (lambda m, x: m(x.long(), CompleteGraph(5)), TypeError, "`query` must be floating point"),
+        (
+            lambda m, x: m(torch.nested.as_nested_tensor([x, x[:3]], layout=torch.jagged), CompleteGraph(5)),
+            TypeError,
+            "`query` must be one dense tensor, got a nested one. .*from_ptr",
+        ),
         (lambda m, x: m(x.to_sparse(), CompleteGraph(5)), TypeError, "`query` must be dense"),
         (
             lambda m, x: m(x.double(), CompleteGraph(5)),

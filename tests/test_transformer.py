@@ -130,6 +130,9 @@ def test_layer_drops_everywhere_torch_does():
         ),
         ({"d_model": 8, "nhead": 2, "activation": None}, "`activation` must be .* got None"),
         ({"d_model": 8, "nhead": 2, "dropout": 2.0}, "`dropout` must be a probability"),
+        ({"d_model": 8, "nhead": 2, "layer_norm_eps": -1.0}, "`layer_norm_eps` must be .* got -1.0"),
+        ({"d_model": 8, "nhead": 2, "layer_norm_eps": "1e-5"}, "`layer_norm_eps` must be a number"),
+        ({"d_model": 8, "nhead": 2, "layer_norm_eps": float("nan")}, "`layer_norm_eps` must .* got nan"),
         ({"d_model": 8, "nhead": 2, "dim_feedforward": 0}, "`dim_feedforward` must be an int of at least 1"),
     ],
 )

@@ -497,6 +497,30 @@ def test_bad_input_is_named(case, edge_wise):
         fused(**{"x": features(NODES, 5), "edge_index": EDGES, **arguments})
 
 
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"in_channels": "8"}, TypeError, "`in_channels` must be an int or a pair"),
+        ({"in_channels": (8, 8, 8)}, TypeError, "`in_channels` must be an int or a pair"),
+        ({"in_channels": -2}, ValueError, "`in_channels` must be an int of at least -1, got -2"),
+        ({"out_channels": 0}, ValueError, "`out_channels` must be an int of at least 1, got 0"),
+        ({"heads": 0}, ValueError, "`heads` must be an int of at least 1, got 0"),
+        ({"heads": 1.5}, TypeError, "`heads` must be an int of at least 1, got 1.5"),
+        ({"edge_dim": -2}, ValueError, "`edge_dim` must be an int of at least -1, got -2"),
+        ({"dropout": "0"}, TypeError, "`dropout` must be a number"),
+        ({"dropout": -0.1}, ValueError, "`dropout` must be a probability"),
+    ],
+)
+def test_wrong_layers(arguments, error, message):
+    with pytest.raises(error, match=message):
+        TransformerConv(**{"in_channels": 8, "out_channels": 4, **arguments})
+
+
+def test_accelerate_takes_a_module():
+    with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module, got 3"):
+        accelerate(3)
+
+
 @pytest.mark.field_report("B18")
 def test_mixed_dtypes_are_named():
     fused, _ = twins(5, 4, 2, edge_dim=3, dtype=torch.float32)

@@ -402,6 +402,13 @@ def test_wrong_models(options, message):
         small(**options)
 
 
+@pytest.mark.parametrize("radius", [None, 1])
+@pytest.mark.parametrize("shape", [(0, 2), (2, -1), (2, 1.0)])
+def test_grids_that_are_none(shape, radius):
+    with pytest.raises((ValueError, TypeError), match="must be an int of at least 1, got"):
+        small(radius=radius).patch_graph(*shape)
+
+
 @pytest.mark.parametrize("size, patch", [(9, 4), ((8, 6), 4), (2, 4)])
 def test_sizes_that_do_not_fit(size, patch):
     with pytest.raises(ValueError, match="whole number of patches"):
@@ -424,6 +431,12 @@ def test_sizes_that_are_none(size):
         ),
         (torch.randn(3, 8, 8), ValueError, "`images` must have shape"),
         (torch.randn(2, 3, 0, 8), ValueError, "`images` must have shape"),
+        (
+            torch.zeros(2, 3, 8, 8).half(),
+            TypeError,
+            "`images` must have the dtype .*float32, got torch.float16",
+        ),
+        (torch.zeros(2, 3, 8, 8).to_sparse(), TypeError, "`images` must be dense"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, "`images` must be a floating point tensor"),
         (None, TypeError, "got NoneType"),
     ],

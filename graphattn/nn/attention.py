@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,7 +12,13 @@ from torch_geometric.nn import MessagePassing
 
 from graphattn.attention import attention_weights, graph_attention
 from graphattn.graph import Graph, as_graph
-from graphattn.nn.conv import check_dense, check_edge_mask, check_probability, has_message_watchers
+from graphattn.nn.conv import (
+    check_count,
+    check_dense,
+    check_edge_mask,
+    check_probability,
+    has_message_watchers,
+)
 
 
 class GraphMultiheadAttention(MessagePassing):
@@ -207,16 +212,9 @@ def check_features(name: str, x: Tensor, width: int, weight: Any) -> None:
         raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}.")
     if not x.is_floating_point():
         raise TypeError(f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`.")
+    check_dense(name, x, weight)
     if x.dim() < 2 or x.size(-1) != width:
         raise ValueError(f"`{name}` must have shape [..., nodes, {width}], got {list(x.shape)}.")
-    check_dense(name, x, weight)
-
-
-def check_count(name: str, n: Any, least: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, Integral):  # NumPy's are integers too
-        raise TypeError(f"`{name}` must be an int of at least {least}, got {n!r}.")
-    if n < least:
-        raise ValueError(f"`{name}` must be an int of at least {least}, got {n}.")
 
 
 def check_heads(name: str, channels: int, heads_name: str, heads: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +51,8 @@ class TransformerConv(pyg.TransformerConv):
         **kwargs: those of `torch_geometric.nn.MessagePassing`, such as `flow` and `aggr`.
 
     Raises:
-        ValueError: `dropout` lies outside [0, 1].
+        ValueError: a number of channels or heads is too small, or `dropout` lies outside [0, 1].
+        TypeError: one of them is no number.
 
     Example:
         >>> conv = TransformerConv(in_channels=8, out_channels=4, heads=2)
@@ -82,11 +83,16 @@ class TransformerConv(pyg.TransformerConv):
         root_weight: bool = True,
         **kwargs: Any,
     ) -> None:
+        pair = (in_channels, in_channels) if isinstance(in_channels, Integral) else in_channels
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"`in_channels` must be an int or a pair (source, target), got {in_channels!r}.")
+        for n in pair:
+            check_count("in_channels", n, -1)
+        check_count("out_channels", out_channels, 1)
+        check_count("heads", heads, 1)
+        if edge_dim is not None:
+            check_count("edge_dim", edge_dim, -1)
         check_probability("dropout", dropout)
-        if not isinstance(in_channels, (int, tuple, list)):
-            raise TypeError(
-                f"`in_channels` must be an int or a pair of ints, got {type(in_channels).__name__}."
-            )
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
         )
@@ -273,6 +279,11 @@ def check_edge_mask(layer: pyg.MessagePassing, num_edges: int) -> None:
 
 def check_dense(name: str, x: Tensor, weight: Any) -> None:
     """That features are dense, and of the dtype of the weight that they meet first."""
+    if x.is_nested:
+        raise TypeError(
+            f"`{name}` must be one dense tensor, got a nested one. Concatenate the graphs along the nodes, and"
+            " join them by CompleteGraph.from_ptr or the like."
+        )
     if x.layout is not torch.strided:
         raise TypeError(f"`{name}` must be dense, got {x.layout}. Convert it with `.to_dense()`.")
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or x.dtype == weight.dtype:
@@ -287,10 +298,17 @@ def check_dense(name: str, x: Tensor, weight: Any) -> None:
     )
 
 
+def check_count(name: str, n: Any, least: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, Integral):  # NumPy's are integers too
+        raise TypeError(f"`{name}` must be an int of at least {least}, got {n!r}.")
+    if n < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}, got {n}.")
+
+
 def check_probability(name: str, p: Any) -> None:
     if isinstance(p, bool) or not isinstance(p, Real):
         raise TypeError(f"`{name}` must be a number in [0, 1], got {type(p).__name__}.")
-    if not 0.0 <= p <= 1.0:
+    if not 0.0 <= float(p) <= 1.0:
         raise ValueError(f"`{name}` must be a probability in [0, 1], got {p}.")
 
 
@@ -315,7 +333,7 @@ def accelerate(model: _Model) -> _Model:
         'graphattn.nn.conv'
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"`model` must be a torch.nn.Module, got {model!r}.")
     for module in model.modules():
         if type(module) is pyg.TransformerConv:
             module.__class__ = TransformerConv

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,12 +19,11 @@ from torch_geometric.utils import to_dense_batch
 from graphattn.graph import CompleteGraph
 from graphattn.nn.attention import (
     GraphMultiheadAttention,
-    check_count,
     check_features,
     check_heads,
     graph_between,
 )
-from graphattn.nn.conv import check_probability
+from graphattn.nn.conv import check_count, check_probability
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -50,8 +51,8 @@ class GraphTransformerLayer(torch.nn.Module):
         bias: give linear maps and norms a bias.
 
     Raises:
-        ValueError: `d_model` is not a multiple of `nhead`, `dropout` lies outside [0, 1], or `activation` is
-            another name.
+        ValueError: `d_model` is not a multiple of `nhead`, `dropout` lies outside [0, 1], `layer_norm_eps` is
+            negative, or `activation` is another name.
 
     Example:
         >>> from graphattn import CompleteGraph
@@ -82,6 +83,8 @@ class GraphTransformerLayer(torch.nn.Module):
         check_heads("d_model", d_model, "nhead", nhead)
         check_count("dim_feedforward", dim_feedforward, 1)
         check_probability("dropout", dropout)
+        if not isinstance(layer_norm_eps, Real) or not 0.0 <= float(layer_norm_eps) < math.inf:
+            raise ValueError(f"`layer_norm_eps` must be a number of at least 0, got {layer_norm_eps!r}.")
         self.self_attn = GraphMultiheadAttention(d_model, nhead, dropout=dropout, bias=bias)
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias)
         self.dropout = Dropout(dropout)

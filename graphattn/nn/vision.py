@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from torch.nn import Conv2d, LayerNorm, Linear, ModuleList, Parameter
 from torch_geometric.nn.inits import reset
 
 from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph
-from graphattn.nn.attention import check_count, check_heads
-from graphattn.nn.conv import check_dense, check_probability
+from graphattn.nn.attention import check_heads
+from graphattn.nn.conv import check_count, check_dense, check_probability
 from graphattn.nn.transformer import GraphTransformerLayer
 
 
@@ -181,6 +182,8 @@ class VisionTransformer(torch.nn.Module):
 
         Its nodes are the class token, the registers, then the patches row by row.
         """
+        check_count("height", height, 1)
+        check_count("width", width, 1)
         extra = self.num_prefix_tokens
         nodes = extra + height * width
         if self.radius is None:
@@ -583,6 +586,8 @@ def _split_positions(weights: dict[str, Tensor], with_extra: bool, grid: tuple[i
 
 def _pair(name: str, size: Any) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in pair):
+    if len(pair) != 2 or not all(
+        isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0 for n in pair
+    ):
         raise ValueError(f"`{name}` must be a positive int or a pair (height, width) of them, got {size!r}.")
-    return pair[0], pair[1]
+    return int(pair[0]), int(pair[1])
