@@ -133,8 +133,6 @@ class ConvolutionalAttention(torch.nn.Module):
             raise TypeError(
                 f"`conv` must be a torch.nn.Conv2d with the forward of that class, got {type(conv).__name__}."
             )
-        if conv._forward_hooks or conv._forward_pre_hooks:
-            raise TypeError("`conv` must have no forward hooks, which may change its numbers. Remove them.")
         if torch.nn.parameter.is_lazy(conv.weight):
             raise ValueError(
                 "`conv` must have weights, got a LazyConv2d that was not called yet. Call it once."
