@@ -383,6 +383,7 @@ def checked_base(base: float) -> float:
     """The ratio of the longest to the shortest wavelength."""
     if isinstance(base, bool) or not isinstance(base, (int, float, np.integer, np.floating)):
         raise TypeError(f"`base` must be a number, got {type(base).__name__}.")
+    base = base.item() if isinstance(base, np.generic) else base
     # The longest wavelength is no shorter than the shortest; and so no angle is larger than its position.
     if not 1.0 <= base <= sys.float_info.max:
         raise ValueError(f"`base` must be a finite number of at least 1, got {base!r}.")
