@@ -1,7 +1,7 @@
 """Convolution is attention on a grid graph with fixed scores; what the fixed scores are worth on few images.
 
     python -m examples.convolution                        # 8×8 digits, no download
-    python -m examples.convolution --mnist DIR            # 28×28 digits from MNIST files in DIR
+    python -m examples.convolution --root DIR             # 28×28 digits from MNIST files in DIR
 
 First the equality: a convolution of a real image, and attention on a grid graph that gives the same numbers. Then
 a small convolutional network, a vision transformer (complete graph of patches) and the same transformer on a
@@ -43,6 +43,7 @@ def load(mnist: Path | None) -> tuple[Tensor, Tensor]:
 
 def read_idx(folder: Path, part: str) -> np.ndarray:
     """Read one of the original MNIST files, `train-images-idx3-ubyte` and so on."""
+    folder = folder / "mnist" if (folder / "mnist").is_dir() else folder
     path = folder / f"train-{part}-ubyte"
     content = path.read_bytes()
     axes = content[3]
@@ -156,6 +157,8 @@ def draw(
     for name, marker in zip(MODELS, "os^"):
         curve.plot(numbers, scores[name], marker=marker, label=name)
     curve.set(title="test accuracy", xlabel="training images", xscale="log", ylim=(None, 1))
+    curve.set_xticks(numbers, labels=[f"{n:,}" for n in numbers])
+    curve.minorticks_off()
     curve.legend()
     figure.savefig(path, dpi=120)
 
@@ -165,18 +168,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
         prog="python -m examples.convolution", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--mnist", type=Path, help="folder with train-images-idx3-ubyte, train-labels-idx1-ubyte"
+        "--root",
+        "--mnist",
+        type=Path,
+        help="folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, or with mnist/ that holds them",
     )
     parser.add_argument("--images", type=int, nargs="+", default=[30, 100, 300, 1000], help="training images")
-    parser.add_argument("--steps", type=int, default=250, help="training steps, batches of 32 images")
+    parser.add_argument(
+        "--steps", "--epochs", type=int, default=250, help="training steps, batches of 32 images"
+    )
     parser.add_argument("--tests", type=int, default=700, help="test images")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out", "convolution.png"), help="the figure")
     args = parser.parse_args(argv)
     try:
-        images, labels = load(args.mnist)
+        images, labels = load(args.root)
     except (OSError, ValueError, IndexError) as error:
-        parser.exit(1, f"--mnist {args.mnist} cannot be read: {error}\n")
+        parser.exit(1, f"--root {args.root} cannot be read: {error}\n")
     if min(args.images) < 1 or args.tests < 1 or args.steps < 3:
         parser.error("--images and --tests must be at least 1, --steps 3")
     if max(args.images) + args.tests > len(labels):

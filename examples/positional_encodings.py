@@ -167,7 +167,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(
         prog="python -m examples.positional_encodings", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--steps", type=int, default=400, help="training steps for each encoding")
+    parser.add_argument(
+        "--steps",
+        "--epochs",
+        type=int,
+        default=400,
+        help="training steps for each encoding, on fresh sequences",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path("out", "positional_encodings.png"), help="the figure"

@@ -87,8 +87,9 @@ def train(name: str, length: int, radius: int, steps: int, seed: int) -> tuple[T
         optimizer.step()
         schedule.step()
     with torch.no_grad():
-        key, value, answer, ago = pairs(2000, length, keys, values)
-        right = (model(key, value)[:, -1].argmax(1) == answer).float()
+        key, value, answer, ago = pairs(8000, length, keys, values)
+        asked = zip(key.split(1000), value.split(1000))
+        right = (torch.cat([model(*part)[:, -1].argmax(1) for part in asked]) == answer).float()
     count = torch.bincount(ago, minlength=length)[1:].clamp(min=1)
     return torch.bincount(ago, right, length)[1:] / count, model
 
@@ -129,6 +130,8 @@ def draw(
         ylim=(0, 1.05),
     )
     cost.set(title="forward pass, one sequence", xlabel="length", ylabel="ms", xscale="log", yscale="log")
+    cost.set_xticks(lengths, labels=[f"{n:,}" for n in lengths])
+    cost.xaxis.minorticks_off()
     accuracy.legend(loc="center right")
     cost.legend()
     figure.savefig(path, dpi=120)
@@ -140,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
     )
     parser.add_argument("--length", type=int, default=24, help="pairs in a sequence")
     parser.add_argument("--radius", type=int, default=8, help="pairs that the window reaches back")
-    parser.add_argument("--steps", type=int, default=500, help="training steps of each model")
+    parser.add_argument(
+        "--steps", "--epochs", type=int, default=500, help="training steps of each model, on fresh sequences"
+    )
     parser.add_argument("--longest", type=int, default=4096, help="longest sequence that is timed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out", "recurrence.png"), help="the figure")
@@ -159,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
             flush=True,
         )
     lengths = [n for n in (64, 256, 1024, 4096, 16384) if n <= args.longest]
-    times = seconds(lengths, args.radius, rounds=3)
+    times = seconds(lengths, args.radius, rounds=9)
     print(f"\n{'forward pass, ms':<18}" + "".join(f"{n:>10}" for n in lengths))
     for name in MODELS:
         print(f"{name:<18}" + "".join(f"{1000 * t:>10.2f}" for t in times[name]))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DENSE = 256  # nodes up to which a full eigendecomposition is the fastest
 _FALLBACK = 4096  # nodes up to which one is affordable where iterations do not converge
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BLOCK = 2**22  # entries of a matrix power that are held at once
 
 
@@ -361,7 +362,7 @@ def checked_positions(positions: Tensor) -> tuple[Tensor, torch.dtype]:
         raise TypeError(f"`positions` must be a dense tensor, got {got}.")
     floating = positions.is_floating_point()
     if positions.dtype in (torch.bool, torch.complex64, torch.complex128, torch.complex32) or (
-        floating and positions.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        floating and positions.dtype not in _FLOATS
     ):
         raise TypeError(
             f"`positions` must be integers, float16, bfloat16, float32 or float64, got {positions.dtype}."
@@ -382,6 +383,7 @@ def checked_base(base: float) -> float:
     """The ratio of the longest to the shortest wavelength."""
     if isinstance(base, bool) or not isinstance(base, (int, float, np.integer, np.floating)):
         raise TypeError(f"`base` must be a number, got {type(base).__name__}.")
+    base = base.item() if isinstance(base, np.generic) else base
     # The longest wavelength is no shorter than the shortest; and so no angle is larger than its position.
     if not 1.0 <= base <= sys.float_info.max:
         raise ValueError(f"`base` must be a finite number of at least 1, got {base!r}.")
@@ -599,7 +601,7 @@ def _weighted_edges(
     source, target = graph.to_edge_index().cpu().numpy()
     if edge_weight is None:
         return source, target, np.ones(len(source)), torch.get_default_dtype()
-    if not isinstance(edge_weight, Tensor) or not edge_weight.is_floating_point():
+    if not isinstance(edge_weight, Tensor) or edge_weight.dtype not in _FLOATS:
         got = edge_weight.dtype if isinstance(edge_weight, Tensor) else type(edge_weight).__name__
         raise TypeError(f"`edge_weight` must be a floating point tensor, got {got}.")
     if edge_weight.layout is not torch.strided or edge_weight.is_meta:

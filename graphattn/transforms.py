@@ -29,7 +29,7 @@ class AddLaplacianEigenvectorPE(BaseTransform):
         random_sign: draw the sign of each eigenvector anew on every call, as augmentation in training.
 
     Raises:
-        ValueError: `k` is negative, or the data has no edges to look at.
+        ValueError: `k` is negative, `attr_name` taken, or the data has no edges to look at.
         TypeError: `k` is not an int, the data not a `Data`, or `x` not dense floating point.
 
     Example:
@@ -45,7 +45,9 @@ class AddLaplacianEigenvectorPE(BaseTransform):
         self, k: int, attr_name: str | None = "laplacian_eigenvector_pe", *, random_sign: bool = False
     ) -> None:
         self.k = checked_count("k", k, 0)
-        self.attr_name = attr_name
+        self.attr_name = _checked_name(attr_name)
+        if not isinstance(random_sign, bool):
+            raise TypeError(f"`random_sign` must be a bool, got {random_sign!r}.")
         self.random_sign = random_sign
 
     def forward(self, data: Data) -> Data:
@@ -58,7 +60,9 @@ class AddLaplacianEigenvectorPE(BaseTransform):
         return _attach(data, encode, self.attr_name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(k={self.k})"
+        return (
+            f"{type(self).__name__}(k={self.k}, attr_name={self.attr_name!r}, random_sign={self.random_sign})"
+        )
 
 
 @functional_transform("add_random_walks")
@@ -74,7 +78,7 @@ class AddRandomWalkPE(BaseTransform):
         attr_name: attribute to write, or None to concatenate to `data.x`.
 
     Raises:
-        ValueError: `walk_length` is negative, or the data has no edges to look at.
+        ValueError: `walk_length` is negative, `attr_name` taken, or the data has no edges to look at.
         TypeError: `walk_length` is not an int, the data not a `Data`, or `x` not dense floating point.
 
     Example:
@@ -89,7 +93,7 @@ class AddRandomWalkPE(BaseTransform):
 
     def __init__(self, walk_length: int, attr_name: str | None = "random_walk_pe") -> None:
         self.walk_length = checked_count("walk_length", walk_length, 0)
-        self.attr_name = attr_name
+        self.attr_name = _checked_name(attr_name)
 
     def forward(self, data: Data) -> Data:
         def encode(data: Data) -> Tensor:
@@ -99,7 +103,7 @@ class AddRandomWalkPE(BaseTransform):
         return _attach(data, encode, self.attr_name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(walk_length={self.walk_length})"
+        return f"{type(self).__name__}(walk_length={self.walk_length}, attr_name={self.attr_name!r})"
 
 
 @functional_transform("add_sinusoidal")
@@ -113,7 +117,7 @@ class AddSinusoidalPE(BaseTransform):
         attr_name: attribute to write, or None to concatenate to `data.x`.
 
     Raises:
-        ValueError: `dim` is negative, `pos` is not finite or of another shape than `[nodes]` or
+        ValueError: `dim` is negative, `attr_name` taken, `pos` is not finite or of another shape than `[nodes]` or
             `[nodes, axes]`, or the data does not say how many nodes it has.
         TypeError: `dim` is not an int, the data not a `Data`, or `x` not dense floating point.
 
@@ -127,7 +131,7 @@ class AddSinusoidalPE(BaseTransform):
 
     def __init__(self, dim: int, attr_name: str | None = "sinusoidal_pe") -> None:
         self.dim = checked_count("dim", dim, 0)
-        self.attr_name = attr_name
+        self.attr_name = _checked_name(attr_name)
 
     def forward(self, data: Data) -> Data:
         def encode(data: Data) -> Tensor:
@@ -143,7 +147,7 @@ class AddSinusoidalPE(BaseTransform):
         return _attach(data, encode, self.attr_name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(dim={self.dim})"
+        return f"{type(self).__name__}(dim={self.dim}, attr_name={self.attr_name!r})"
 
 
 def _structure(data: Data) -> tuple[Graph, Tensor | None]:
@@ -184,13 +188,33 @@ def _attach(data: Data, encode: Callable[[Data], Tensor], attr_name: str | None)
             raise ValueError(f"`data.x` must have shape [nodes, channels], got {list(x.shape)}.")
     encoding = _by_graph(data, encode) if data.batch is not None else encode(data)
     if attr_name is not None:
+        held = data.get(attr_name)
+        if held is not None and not (isinstance(held, Tensor) and held.shape[:1] == encoding.shape[:1]):
+            got = f"shape {list(held.shape)}" if isinstance(held, Tensor) else type(held).__name__
+            raise ValueError(
+                f"`attr_name` must not name what is no encoding, but `data.{attr_name}` has {got}."
+                " Give the encoding another name."
+            )
         data[attr_name] = encoding
     elif x is None:
         data.x = encoding
     else:
         x = x.unsqueeze(1) if x.dim() == 1 else x
         data.x = torch.cat([x, encoding.to(x.device, x.dtype)], dim=1)
+    _keep_separable(data, attr_name or "x")
     return data
+
+
+def _keep_separable(data: Data, attr_name: str) -> None:
+    """Tell a collated batch where the encodings of its graphs are, so that they are theirs when it is taken apart."""
+    slices, batch = getattr(data, "_slice_dict", None), data.batch
+    if slices is None or batch is None or (batch.diff() < 0).any():
+        return
+    counts = batch.bincount(minlength=data.num_graphs)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).cpu()
+    # The dictionaries are shared with the batch that was given.
+    data._slice_dict = {**slices, attr_name: starts}
+    data._inc_dict = {**data._inc_dict, attr_name: torch.zeros(data.num_graphs, dtype=torch.int64)}
 
 
 def _by_graph(data: Data, encode: Callable[[Data], Tensor]) -> Tensor:
@@ -199,6 +223,11 @@ def _by_graph(data: Data, encode: Callable[[Data], Tensor]) -> Tensor:
     As the batch is now: its own `to_data_list` cuts edges where the graphs had them when they were collated.
     """
     owner: Any = data.batch
+    if not isinstance(owner, Tensor) or owner.dtype != torch.int64 or owner.shape != (data.num_nodes,):
+        got = f"{owner.dtype} {list(owner.shape)}" if isinstance(owner, Tensor) else type(owner).__name__
+        raise ValueError(f"`data.batch` must be an int64 tensor of shape [{data.num_nodes}], got {got}.")
+    if owner.numel() and int(owner.min()) < 0:
+        raise ValueError(f"`data.batch` must not be negative, got {int(owner.min())}.")
     nodes, sizes = owner.argsort(stable=True), owner.bincount().tolist()
     graphs = [Data(num_nodes=size, x=torch.empty(size, 0, device=owner.device)) for size in sizes]
     if data.edge_index is not None or data.get("adj_t") is not None:
@@ -225,3 +254,20 @@ def _by_graph(data: Data, encode: Callable[[Data], Tensor]) -> Tensor:
 def _device(data: Data) -> torch.device | None:
     held = next((x for x in data.to_dict().values() if isinstance(x, Tensor)), None)
     return None if held is None else held.device
+
+
+def _checked_name(attr_name: str | None) -> str | None:
+    """A name under which PyG keeps, concatenates and takes apart a row for each node."""
+    if attr_name is None:
+        return None
+    if not isinstance(attr_name, str):
+        raise TypeError(f"`attr_name` must be a str or None, got {type(attr_name).__name__}.")
+    data, row = Data(num_nodes=1), torch.zeros(1, 1)
+    per_node = data.__cat_dim__(attr_name, row) == 0 and data.__inc__(attr_name, row) == 0
+    taken = hasattr(Data, attr_name) or attr_name in ("adj", "adj_t", "ptr")
+    if not attr_name or attr_name.startswith("_") or taken or not per_node:
+        raise ValueError(
+            f"`attr_name` must be a name that PyG gives no meaning of its own, got {attr_name!r}."
+            " None concatenates to `data.x`."
+        )
+    return attr_name

@@ -505,6 +505,7 @@ class TestRandomWalk:
             ((graph, 2), {"edge_weight": torch.ones(2, 6)}, ValueError, "edge_weight"),
             ((graph, 2), {"edge_weight": torch.full((6,), math.inf)}, ValueError, "finite.*inf"),
             ((graph, 2), {"edge_weight": torch.ones(6).to_sparse()}, TypeError, "dense"),
+            ((graph, 2), {"edge_weight": torch.ones(6).to(torch.float8_e5m2)}, TypeError, "float8_e5m2"),
             ((graph, 2), {"edge_weight": [1.0] * 6}, TypeError, "edge_weight"),
         ]:
             with pytest.raises(error, match=words):

@@ -303,7 +303,7 @@ def test_arguments_of_the_small_examples(example, tmp_path, capsys):
         example.main(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert all(option in printed for option in ("--seed", "--out", "--steps"))
+    assert all(option in printed for option in ("--seed", "--out", "--steps", "--epochs"))
 
 
 def test_missing_mnist_ends_with_one_line(tmp_path, capsys):

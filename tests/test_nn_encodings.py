@@ -263,6 +263,7 @@ class TestRotaryEncoding:
             ((x, torch.zeros(5, 1, 1)), ValueError, "positions"),
             ((x, torch.full((5,), math.inf)), ValueError, "finite"),
             ((x.long(), torch.arange(5)), TypeError, "floating"),
+            ((x.to_sparse(), torch.arange(5)), TypeError, "sparse_coo"),
         ]:
             with pytest.raises(error, match=words):
                 rotary(*arguments)

@@ -50,8 +50,7 @@ def test_attribute(name, transform):
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_concatenation(name, transform, dtype):
-    transform = copy.copy(transform)
-    transform.attr_name = None
+    transform = type(transform)(4, attr_name=None)
     x = torch.randn(7, 3, dtype=dtype)
     data = ring(7, x=x)
     out = transform(data)
@@ -167,9 +166,9 @@ def test_compose_repr_and_functional_name():
         data.random_walk_pe.size(1) + data.sinusoidal_pe.size(1) + data.laplacian_eigenvector_pe.size(1) == 6
     )
     assert [repr(t) for t in both.transforms] == [
-        "AddRandomWalkPE(walk_length=3)",
-        "AddSinusoidalPE(dim=2)",
-        "AddLaplacianEigenvectorPE(k=1)",
+        "AddRandomWalkPE(walk_length=3, attr_name='random_walk_pe')",
+        "AddSinusoidalPE(dim=2, attr_name='sinusoidal_pe')",
+        "AddLaplacianEigenvectorPE(k=1, attr_name='laplacian_eigenvector_pe', random_sign=False)",
     ]
     from torch.utils.data import IterDataPipe
     from torch.utils.data.datapipes.iter import IterableWrapper
@@ -261,3 +260,55 @@ def test_edge_weights_that_do_not_fit(weight):
 def test_positions_that_do_not_fit():
     with pytest.raises(ValueError, match=r"`data\.pos` must have 3 rows"):
         AddSinusoidalPE(4)(Data(x=torch.zeros(3, 1), pos=torch.zeros(2, 2)))
+
+
+@EACH
+def test_a_batch_comes_apart_with_its_encodings(name, transform):
+    graphs = [ring(n, x=torch.randn(n, 2)) for n in (3, 8, 1, 2)]
+    batch = Batch.from_data_list(graphs)
+    out = transform(batch)
+    for got, given in zip(out.to_data_list(), graphs):
+        assert torch.equal(got[name], encoded(name, given)) and torch.equal(got.x, given.x)
+        assert torch.equal(got.edge_index, given.edge_index)
+    assert torch.equal(out[1][name], encoded(name, graphs[1]))
+    assert name not in batch._slice_dict and name not in batch._inc_dict and name not in batch[0]
+    again = Batch.from_data_list(out.to_data_list())
+    assert torch.equal(again[name], out[name])
+    # Without features the encoding is all there is.
+    bare = Batch.from_data_list([ring(n) for n in (3, 8)])
+    for got, n in zip(type(transform)(4, attr_name=None)(bare).to_data_list(), (3, 8)):
+        assert torch.equal(got.x, encoded(name, ring(n)))
+
+
+@pytest.mark.parametrize("kind", [AddLaplacianEigenvectorPE, AddRandomWalkPE, AddSinusoidalPE])
+def test_names(kind):
+    for wrong in (3, b"pe", True, ("pe",)):
+        with pytest.raises(TypeError, match="`attr_name` must be a str or None"):
+            kind(2, wrong)
+    taken = ["", "_store", "x", "pos", "edge_index", "edge_attr", "edge_weight", "adj_t", "batch", "ptr"]
+    # In a batch PyG adds to these, or puts them side by side.
+    taken += ["num_nodes", "keys", "to", "face", "pe_index", "pe_batch"]
+    for wrong in taken:
+        with pytest.raises(ValueError, match="`attr_name` must be a name"):
+            kind(2, wrong)
+    named = kind(2, "where")
+    once = named(ring(5, label=torch.tensor([1]), name="ring"))
+    twice = kind(3, "where")(once)  # a new encoding takes the place of an old one
+    assert once.where.shape == (5, 2) and twice.where.shape == (5, 3)
+    for other in ("label", "name"):
+        with pytest.raises(ValueError, match=f"`data.{other}` has"):
+            kind(2, other)(once)
+
+
+def test_random_sign_is_a_bool():
+    with pytest.raises(TypeError, match="random_sign"):
+        AddLaplacianEigenvectorPE(2, random_sign="no")
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(4, dtype=torch.int64), torch.zeros(3), torch.tensor([0, -1, 0]), [0, 0, 0]], ids=str
+)
+@pytest.mark.parametrize("kind", [AddLaplacianEigenvectorPE, AddRandomWalkPE, AddSinusoidalPE])
+def test_a_batch_that_does_not_fit(kind, batch):
+    with pytest.raises(ValueError, match=r"`data\.batch` must"):
+        kind(2)(ring(3, x=torch.zeros(3, 1), batch=batch))

@@ -133,12 +133,12 @@ class ConvolutionalAttention(torch.nn.Module):
             raise TypeError(
                 f"`conv` must be a torch.nn.Conv2d with the forward of that class, got {type(conv).__name__}."
             )
-        if conv._forward_hooks or conv._forward_pre_hooks:
-            raise TypeError("`conv` must have no forward hooks, which may change its numbers. Remove them.")
         if torch.nn.parameter.is_lazy(conv.weight):
             raise ValueError(
-                "`conv` must know its in_channels: call it once, got a LazyConv2d without weights."
+                "`conv` must have weights, got a LazyConv2d that was not called yet. Call it once."
             )
+        if conv._forward_hooks or conv._forward_pre_hooks:
+            raise TypeError("`conv` must have no forward hooks, which may change its numbers. Remove them.")
         if not conv.weight.is_floating_point():
             raise TypeError(f"`conv` must have real floating point weights, got {conv.weight.dtype}.")
         if tuple(conv.stride) != (1, 1):
@@ -175,11 +175,10 @@ class ConvolutionalAttention(torch.nn.Module):
             got = images.layout if isinstance(images, Tensor) else type(images).__name__
             raise TypeError(f"`images` must be a dense {dtype} tensor, got {got}.")
         device = images.device.type
-        if torch.is_autocast_enabled(device) and images.is_floating_point():
-            # As in a convolution float64 is kept, and all else becomes the dtype of autocast.
-            if torch.float64 not in (images.dtype, dtype):
-                dtype = torch.get_autocast_dtype(device)
-                images = images.to(dtype)
+        floating = images.is_floating_point() and torch.float64 not in (images.dtype, dtype)
+        if floating and torch.is_autocast_enabled(device):  # which leaves float64 alone, as in a convolution
+            dtype = torch.get_autocast_dtype(device)
+            images = images.to(dtype)
         if images.dtype != dtype:
             raise TypeError(f"`images` must be a {dtype} tensor as the layer's weights, got {images.dtype}.")
         if images.dim() not in (3, 4) or images.size(-3) != self.in_channels:

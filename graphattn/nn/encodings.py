@@ -263,9 +263,9 @@ class RotaryEncoding(torch.nn.Module):
             TypeError: `x` is not floating point, or positions are not real numbers.
         """
         positions, _ = checked_positions(positions)
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"`x` must be a floating point tensor, got {got}.")
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
+            got = f"{x.layout} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"`x` must be a dense floating point tensor, got {got}.")
         nodes, axes = positions.shape
         if x.dim() < 3 or x.size(-3) != nodes or x.size(-1) != self.dim:
             raise ValueError(
