@@ -1,8 +1,9 @@
-"""Training that an interruption cannot undo: after every epoch all of it is on disk."""
+"""Training that an interruption cannot undo, after every epoch all of it is on disk, and its learning rate."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -74,6 +75,20 @@ def interruptible(parser: argparse.ArgumentParser) -> Iterator[None]:
         )
     except CheckpointError as error:
         parser.exit(1, f"{error}\n")
+
+
+def rise_and_fall(
+    optimizer: torch.optim.Optimizer, steps: int, rise: float
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A learning rate that rises in a line over a share of the steps, then falls to 0 as half a cosine does."""
+    top = max(1, round(rise * steps))
+
+    def factor(step: int) -> float:
+        if step < top:
+            return (step + 1) / top
+        return (1 + math.cos(math.pi * min(1.0, (step + 1 - top) / (steps + 1 - top)))) / 2
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _save(checkpoint: Checkpoint, parts: dict[str, Any], history: list[dict[str, float]]) -> None:
