@@ -26,7 +26,7 @@ class Checkpoint:
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be continued; the message says which and why."""
+    """A checkpoint cannot be continued or written; the message says which and why."""
 
 
 def train(
@@ -43,7 +43,7 @@ def train(
     generator.
 
     Raises:
-        CheckpointError: the file is damaged, or belongs to a run with other settings.
+        CheckpointError: the file is damaged, belongs to a run with other settings, or cannot be written.
     """
     history: list[dict[str, float]] = []
     if checkpoint.resume and checkpoint.path.exists():
@@ -66,7 +66,7 @@ def train(
 
 @contextmanager
 def interruptible(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """End the program with one line where it is interrupted, or where a checkpoint cannot be continued."""
+    """End the program with one line where it is interrupted, or where a checkpoint cannot be used."""
     try:
         yield
     except KeyboardInterrupt:
@@ -92,21 +92,25 @@ def rise_and_fall(
 
 
 def _save(checkpoint: Checkpoint, parts: dict[str, Any], history: list[dict[str, float]]) -> None:
-    checkpoint.path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        "settings": dict(checkpoint.settings),
+        "parts": parts,
+        "generator": torch.get_rng_state(),
+        "history": history,
+    }
     unfinished = checkpoint.path.with_suffix(".tmp")
-    with open(unfinished, "wb") as file:
-        torch.save(
-            {
-                "settings": dict(checkpoint.settings),
-                "parts": parts,
-                "generator": torch.get_rng_state(),
-                "history": history,
-            },
-            file,
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, checkpoint.path)
+    try:
+        checkpoint.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(unfinished, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, checkpoint.path)
+    except (OSError, RuntimeError) as error:  # PyTorch's own writer raises the latter
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be written ({error}). Make room for it and go on with --resume, or choose"
+            " another --out."
+        ) from error
 
 
 def _load(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -285,7 +285,8 @@ def draw(path: Path, dataset: str, results: Sequence[Result], molecules: dict[st
         molecule = held[number]
         received = attention_received(best.model, molecule)
         graph = to_networkx(molecule, to_undirected=True)
-        place = nx.kamada_kawai_layout(graph)
+        flat, _ = nx.check_planarity(graph)
+        place = nx.kamada_kawai_layout(graph, pos=nx.planar_layout(graph) if flat else None)
         nx.draw_networkx_edges(graph, place, ax=ax, edge_color="0.5")
         nx.draw_networkx_nodes(
             graph,
@@ -342,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     least = 3 if args.validate else 2
     if args.folds < least or args.pairs < args.folds or (args.epochs is not None and args.epochs < 1):
         parser.error(f"--folds must be at least {least}, --pairs as many as folds, --epochs at least 1")
+    if args.root is not None and args.dataset == "generated":
+        parser.error("--root has no meaning without --dataset: molecules are generated")
     args.out = args.out or Path("out", f"molecules_{args.dataset}.png")
     check_figure(parser, args.out)
     try:

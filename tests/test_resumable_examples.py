@@ -113,7 +113,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path, monkey
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(long_training.CheckpointError, match=r"run\.pt cannot be written \(No space"):
         long_training.train(replace(place, resume=True), 2, parts, one_epoch)
     assert place.path.read_bytes() == before
 
@@ -215,6 +215,7 @@ def test_help_and_wrong_arguments(example, tmp_path, capsys):
         (molecules, ["--folds", "1"], ["--folds"]),
         (molecules, ["--folds", "2", "--validate"], ["--folds"]),
         (molecules, ["--pairs", "5"], ["--pairs"]),
+        (molecules, ["--root", "."], ["--root", "--dataset"]),
     ],
 )
 def test_wrong_arguments(example, wrong, words, tmp_path, capsys):
