@@ -50,8 +50,8 @@ class Settings:
     weight_decay: float = 0.1
 
 
-SMALL = Settings(channels=64, layers=2, heads=2, length=128, batch=8, epochs=5, dropout=0.0, lr=4e-3)
-LARGE = Settings(channels=128, layers=4, heads=4, length=256, batch=16, epochs=5, dropout=0.1)
+SMALL = Settings(channels=64, layers=2, heads=2, length=128, batch=8, epochs=4, dropout=0.0, lr=4e-3)
+LARGE = Settings(channels=128, layers=4, heads=4, length=256, batch=8, epochs=5, dropout=0.1)
 
 
 @dataclass(frozen=True)
