@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import graphattn
-from examples.checkpoint import Checkpoint, interruptible, train
+from examples.long_training import Checkpoint, interruptible, rise_and_fall, train
 from examples.positional_encodings import check_figure
 from graphattn import WindowGraph
 from graphattn.encodings import alibi
@@ -49,8 +50,8 @@ class Settings:
     weight_decay: float = 0.1
 
 
-SMALL = Settings(channels=64, layers=2, heads=2, length=128, batch=8, epochs=5, dropout=0.0, lr=4e-3)
-LARGE = Settings(channels=128, layers=4, heads=4, length=256, batch=16, epochs=5, dropout=0.1)
+SMALL = Settings(channels=64, layers=2, heads=2, length=128, batch=8, epochs=4, dropout=0.0, lr=4e-3)
+LARGE = Settings(channels=128, layers=4, heads=4, length=256, batch=8, epochs=5, dropout=0.1)
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def sample(model: Writer, alphabet: str, prompt: str, length: int, temperature: 
 
 def training(
     text: Text, settings: Settings, radius: int, seed: int
-) -> tuple[dict[str, torch.nn.Module | torch.optim.Optimizer], Callable[[], dict[str, float]]]:
+) -> tuple[dict[str, Any], Callable[[], dict[str, float]]]:
     """A new model with its optimizer and learning rate, and the function that trains it for one epoch.
 
     An epoch is the training text cut into sequences, from a random first character on, in random order.
@@ -195,9 +196,7 @@ def training(
     )
     sequences = (len(text.train) - 1) // settings.length
     steps = -(-sequences // settings.batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.lr, total_steps=settings.epochs * steps, pct_start=0.1, cycle_momentum=False
-    )
+    schedule = rise_and_fall(optimizer, settings.epochs * steps, rise=0.1)
 
     def one_epoch() -> dict[str, float]:
         model.train()

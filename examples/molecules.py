@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -32,7 +33,7 @@ from torch_geometric.nn import GINConv, global_add_pool, global_mean_pool
 from torch_geometric.utils import to_networkx
 
 import datasets
-from examples.checkpoint import Checkpoint, interruptible, train
+from examples.long_training import Checkpoint, interruptible, rise_and_fall, train
 from examples.positional_encodings import check_figure
 from graphattn.nn import GPSConv
 from graphattn.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
@@ -188,7 +189,7 @@ def encoded(data: Sequence[Data], encoding: str) -> list[Data]:
 
 def training(
     learn: Sequence[Data], test: Sequence[Data], classes: int, flip: bool, settings: Settings, seed: int
-) -> tuple[dict[str, torch.nn.Module | torch.optim.Optimizer], Callable[[], dict[str, float]]]:
+) -> tuple[dict[str, Any], Callable[[], dict[str, float]]]:
     """A new model with its optimizer and learning rate, and the function that trains it for one epoch.
 
     `flip` draws the signs of a molecule's encodings anew in every epoch: eigenvectors have none of their own.
@@ -197,9 +198,7 @@ def training(
     model = Classifier(learn[0].num_features, learn[0].encoding.size(1), classes, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     loader = DataLoader(learn, settings.batch, shuffle=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.lr, total_steps=settings.epochs * len(loader), pct_start=0.2
-    )
+    schedule = rise_and_fall(optimizer, settings.epochs * len(loader), rise=0.2)
     held_out = Batch.from_data_list(list(test))
 
     def one_epoch() -> dict[str, float]:
@@ -286,7 +285,8 @@ def draw(path: Path, dataset: str, results: Sequence[Result], molecules: dict[st
         molecule = held[number]
         received = attention_received(best.model, molecule)
         graph = to_networkx(molecule, to_undirected=True)
-        place = nx.kamada_kawai_layout(graph)
+        flat, _ = nx.check_planarity(graph)
+        place = nx.kamada_kawai_layout(graph, pos=nx.planar_layout(graph) if flat else None)
         nx.draw_networkx_edges(graph, place, ax=ax, edge_color="0.5")
         nx.draw_networkx_nodes(
             graph,
@@ -343,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     least = 3 if args.validate else 2
     if args.folds < least or args.pairs < args.folds or (args.epochs is not None and args.epochs < 1):
         parser.error(f"--folds must be at least {least}, --pairs as many as folds, --epochs at least 1")
+    if args.root is not None and args.dataset == "generated":
+        parser.error("--root has no meaning without --dataset: molecules are generated")
     args.out = args.out or Path("out", f"molecules_{args.dataset}.png")
     check_figure(parser, args.out)
     try:

@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +30,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch_geometric.nn import global_mean_pool
 
-from examples.checkpoint import Checkpoint, interruptible, train
+from examples.long_training import Checkpoint, interruptible, rise_and_fall, train
 from examples.positional_encodings import check_figure
-from graphattn import CompleteGraph, Graph, WindowGraph
+from graphattn import CompleteGraph, WindowGraph
 from graphattn.encodings import sinusoidal
 from graphattn.nn import GraphTransformer
 
@@ -108,6 +109,10 @@ def load(path: Path) -> Recordings:
         raise ValueError(f"{path} is not whole: `offsets` must say where each recording's frames start.")
     if not frames.isfinite().all():
         raise ValueError(f"{path} is not whole: `frames` must be finite.")
+    if label.aminmax() != (0, 9) or speaker.min() < 0 or speaker.max() >= len(speakers):
+        raise ValueError(
+            f"{path} must have all digits from 0 to 9 as `label`, and a name for every `speaker`."
+        )
     owner = torch.repeat_interleave(count)
     frames = frames - global_mean_pool(frames, owner)[owner]
     return Recordings(frames / frames.std(), ptr, label, speaker, index, speakers)
@@ -171,7 +176,7 @@ def _between(rows: Tensor, first: Tensor, count: Tensor, share: Tensor) -> Tenso
     return torch.lerp(rows[first + left], rows[first + right], (at - left).unsqueeze(1))
 
 
-def graph_of(ptr: Tensor, radius: int | None) -> Graph:
+def graph_of(ptr: Tensor, radius: int | None) -> WindowGraph | CompleteGraph:
     """The frames that a frame attends to: those of the same recording, up to `radius` away."""
     return CompleteGraph.from_ptr(ptr) if radius is None else WindowGraph.from_ptr(ptr, radius)
 
@@ -208,13 +213,13 @@ def accuracy(model: Listener, data: Recordings) -> float:
 
 def training(
     data: Recordings, settings: Settings, radius: int | None, seed: int
-) -> tuple[dict[str, torch.nn.Module | torch.optim.Optimizer], Callable[[], dict[str, float]]]:
+) -> tuple[dict[str, Any], Callable[[], dict[str, float]]]:
     """A new model with its optimizer and learning rate, and the function that trains it for one epoch."""
     torch.manual_seed(seed)
     model = Listener(data.frames.size(1), settings, radius)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     steps = settings.epochs * -(-len(data) // settings.batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=steps, pct_start=0.2)
+    schedule = rise_and_fall(optimizer, steps, rise=0.2)
 
     def one_epoch() -> dict[str, float]:
         model.train()
@@ -330,19 +335,15 @@ def draw(
     low = min(min(row.accuracy) for row in results)
     scores.set(title=title, ylabel="test accuracy, %", ylim=(max(0, min(100 * low - 2, 95)), 100.5))
     scores.legend(loc="lower right")
-    epochs.set(title="training", ylabel="seconds per epoch", ylim=(0, None))
+    slowest = max(row.seconds for row in results)
+    epochs.set(title="training", ylabel="seconds per epoch", ylim=(0, 1.15 * slowest))
     for radius, name in zip(radii, names):
         style = {"color": "k", "linestyle": "--"} if radius is None else {}
-        cost.plot(
-            [n / 100 for n in lengths], [1000 * t for t in times[radius]], marker="o", label=name, **style
-        )
-    cost.set(
-        title="one long recording, forward pass",
-        xlabel="its seconds",
-        ylabel="ms",
-        xscale="log",
-        yscale="log",
-    )
+        cost.plot(lengths, [1000 * t for t in times[radius]], marker="o", label=name, **style)
+    cost.set(title="one long recording, forward pass", xlabel="seconds that it lasts", ylabel="ms")
+    cost.set(xscale="log", yscale="log")
+    cost.set_xticks(lengths, [f"{n / 100:.3g}" for n in lengths])
+    cost.minorticks_off()
     cost.legend(title="radius")
     cost.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -380,8 +381,9 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         parser.error("--validate has no meaning with --leave-one-speaker-out, which tests on every speaker")
     check_figure(parser, args.out)
     embedded = args.root is None
+    path = EMBEDDED if embedded else _find(args.root)
     try:
-        data = load(EMBEDDED if embedded else _find(args.root))
+        data = load(path)
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
     settings = EMBEDDED_SETTINGS if embedded else FSDD_SETTINGS
@@ -393,6 +395,8 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         }
     else:
         splits = {"validation" if args.validate else "test": split(data, embedded, args.validate)}
+    if not all(len(learn) and len(test) for learn, test in splits.values()):
+        parser.exit(1, f"{path} has no recordings for training, or none for the test.\n")
     first = next(iter(splits.values()))
     print(
         f"{len(first[0])} recordings for training, {len(first[1])} for the test, {data.ptr.diff().min()} to"

@@ -16,7 +16,7 @@ from torch_geometric.data import Batch
 from torch_geometric.utils import to_networkx
 
 from datasets import make_spoken_digits
-from examples import character_language_model, checkpoint, molecules, truncated_speech
+from examples import character_language_model, long_training, molecules, truncated_speech
 
 ROOT = os.environ.get("GRAPHATTN_DATA")
 needs_data = pytest.mark.skipif(ROOT is None, reason="set GRAPHATTN_DATA to a folder with the real data")
@@ -85,7 +85,9 @@ def test_what_is_resumed_ends_with_the_same_bits(example, tmp_path):
                 raise KeyboardInterrupt
             return row
 
-        return parts, checkpoint.train(checkpoint.Checkpoint(path, {"seed": 0}, resume), 3, parts, epoch)
+        return parts, long_training.train(
+            long_training.Checkpoint(path, {"seed": 0}, resume), 3, parts, epoch
+        )
 
     whole, history = run(tmp_path / "whole.pt", False)
     with pytest.raises(KeyboardInterrupt):
@@ -102,8 +104,8 @@ def test_what_is_resumed_ends_with_the_same_bits(example, tmp_path):
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     parts, one_epoch = language()
-    place = checkpoint.Checkpoint(tmp_path / "run.pt", {"seed": 0}, False)
-    checkpoint.train(place, 1, parts, one_epoch)
+    place = long_training.Checkpoint(tmp_path / "run.pt", {"seed": 0}, False)
+    long_training.train(place, 1, parts, one_epoch)
     before = place.path.read_bytes()
 
     def full(state, file):
@@ -111,21 +113,21 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path, monkey
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space"):
-        checkpoint.train(replace(place, resume=True), 2, parts, one_epoch)
+    with pytest.raises(long_training.CheckpointError, match=r"run\.pt cannot be written \(No space"):
+        long_training.train(replace(place, resume=True), 2, parts, one_epoch)
     assert place.path.read_bytes() == before
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
     parts, one_epoch = language()
-    place = checkpoint.Checkpoint(tmp_path / "run.pt", {"seed": 0, "radius": 2}, True)
-    checkpoint.train(place, 1, parts, one_epoch)
-    with pytest.raises(checkpoint.CheckpointError, match="radius=2, not 3"):
-        checkpoint.train(replace(place, settings={"seed": 0, "radius": 3}), 1, parts, one_epoch)
+    place = long_training.Checkpoint(tmp_path / "run.pt", {"seed": 0, "radius": 2}, True)
+    long_training.train(place, 1, parts, one_epoch)
+    with pytest.raises(long_training.CheckpointError, match="radius=2, not 3"):
+        long_training.train(replace(place, settings={"seed": 0, "radius": 3}), 1, parts, one_epoch)
     place.path.write_bytes(place.path.read_bytes()[:1000])
-    with pytest.raises(checkpoint.CheckpointError, match=r"run\.pt is no checkpoint"):
-        checkpoint.train(place, 1, parts, one_epoch)
-    assert checkpoint.train(replace(place, resume=False), 1, parts, one_epoch)[0]["bits"] > 0
+    with pytest.raises(long_training.CheckpointError, match=r"run\.pt is no checkpoint"):
+        long_training.train(place, 1, parts, one_epoch)
+    assert long_training.train(replace(place, resume=False), 1, parts, one_epoch)[0]["bits"] > 0
 
 
 def test_an_interrupted_program_goes_on(tmp_path, monkeypatch, capsys):
@@ -168,6 +170,22 @@ def test_a_killed_program_has_kept_its_epochs(tmp_path):
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["radius_1.pt"]
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5, 10, 100])
+def test_the_learning_rate_rises_and_falls(steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3.0)
+    schedule, rates = long_training.rise_and_fall(optimizer, steps, 0.2), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    top = max(1, steps // 5)
+    assert rates[:top] == pytest.approx([3.0 * (i + 1) / top for i in range(top)])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+    assert all(a > b > 0 for a, b in zip(rates[top - 1 :], rates[top:]))
+    if steps == 5:  # the first is the highest, a step of the cosine each
+        assert rates == pytest.approx([3 * (1 + np.cos(np.pi * i / 5)) / 2 for i in range(5)])
+
+
 # --- what all of them say -------------------------------------------------------------------------------
 
 
@@ -197,6 +215,7 @@ def test_help_and_wrong_arguments(example, tmp_path, capsys):
         (molecules, ["--folds", "1"], ["--folds"]),
         (molecules, ["--folds", "2", "--validate"], ["--folds"]),
         (molecules, ["--pairs", "5"], ["--pairs"]),
+        (molecules, ["--root", "."], ["--root", "--dataset"]),
     ],
 )
 def test_wrong_arguments(example, wrong, words, tmp_path, capsys):
@@ -355,6 +374,9 @@ def test_speech_that_cannot_be_read(tmp_path, capsys):
         ({"offsets": held["offsets"][:-1]}, "offsets"),
         ({"frames": held["frames"][:-1]}, "offsets"),
         ({"frames": np.full_like(held["frames"], np.nan)}, "finite"),
+        ({"label": held["label"] + 1}, "label"),
+        ({"speakers": held["speakers"][:-1]}, "speaker"),
+        ({"index": held["index"] + 9}, "none for the test"),
     ):
         np.savez(file, **{**held, **wrong})
         assert_stops(truncated_speech.main, arguments, 1, str(file), word, capsys=capsys)

@@ -1,8 +1,9 @@
-"""Training that an interruption cannot undo: after every epoch all of it is on disk."""
+"""Training that an interruption cannot undo, after every epoch all of it is on disk, and its learning rate."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ class Checkpoint:
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be continued; the message says which and why."""
+    """A checkpoint cannot be continued or written; the message says which and why."""
 
 
 def train(
@@ -42,7 +43,7 @@ def train(
     generator.
 
     Raises:
-        CheckpointError: the file is damaged, or belongs to a run with other settings.
+        CheckpointError: the file is damaged, belongs to a run with other settings, or cannot be written.
     """
     history: list[dict[str, float]] = []
     if checkpoint.resume and checkpoint.path.exists():
@@ -65,7 +66,7 @@ def train(
 
 @contextmanager
 def interruptible(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """End the program with one line where it is interrupted, or where a checkpoint cannot be continued."""
+    """End the program with one line where it is interrupted, or where a checkpoint cannot be used."""
     try:
         yield
     except KeyboardInterrupt:
@@ -76,22 +77,40 @@ def interruptible(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.exit(1, f"{error}\n")
 
 
+def rise_and_fall(
+    optimizer: torch.optim.Optimizer, steps: int, rise: float
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A learning rate that rises in a line over a share of the steps, then falls to 0 as half a cosine does."""
+    top = max(1, round(rise * steps))
+
+    def factor(step: int) -> float:
+        if step < top:
+            return (step + 1) / top
+        return (1 + math.cos(math.pi * min(1.0, (step + 1 - top) / (steps + 1 - top)))) / 2
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
 def _save(checkpoint: Checkpoint, parts: dict[str, Any], history: list[dict[str, float]]) -> None:
-    checkpoint.path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        "settings": dict(checkpoint.settings),
+        "parts": parts,
+        "generator": torch.get_rng_state(),
+        "history": history,
+    }
     unfinished = checkpoint.path.with_suffix(".tmp")
-    with open(unfinished, "wb") as file:
-        torch.save(
-            {
-                "settings": dict(checkpoint.settings),
-                "parts": parts,
-                "generator": torch.get_rng_state(),
-                "history": history,
-            },
-            file,
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, checkpoint.path)
+    try:
+        checkpoint.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(unfinished, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, checkpoint.path)
+    except (OSError, RuntimeError) as error:  # PyTorch's own writer raises the latter
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be written ({error}). Make room for it and go on with --resume, or choose"
+            " another --out."
+        ) from error
 
 
 def _load(checkpoint: Checkpoint) -> dict[str, Any]:
