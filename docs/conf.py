@@ -43,7 +43,7 @@ def _as_rst(app, what, name, obj, options, lines: list[str]) -> None:
         flags=re.MULTILINE | re.DOTALL,
     )
     text = re.sub(r"\$([^$]+)\$", lambda formula: ":math:`" + " ".join(formula[1].split()) + "`", text)
-    text = re.sub(r"(?<!`)`(\.[^`]+)`(?!`)", r"``\1``", text)
+    text = re.sub(r"(?<=[\s(])`(\.\w+)`", r"``\1``", text)
     text = re.sub(r"(?<=\w)`s\b", r"`\\ s", text)
     lines[:] = text.split("\n")
 

@@ -111,8 +111,10 @@ def attention_weights(
     .. math:: α_{ij} = \\exp(s_{ij} - lse_i)
 
     They are in [0, 1] and sum to 1 over the edges of a query (to 0 where it has none), before dropout, and
-    differentiable. Takes O(E · heads · dim) time and O(E · heads) memory. The arguments are those of
-    `graph_attention`.
+    differentiable. Takes O(E · heads · dim) time and O(E · heads) memory.
+
+    Args:
+        query, key, graph, bias, edge_attr, edge_projection, scale, softcap: as for `graph_attention`.
 
     Returns:
         ``[..., *edge_shape, heads]``, float32, or float64 for float64 inputs.

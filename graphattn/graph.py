@@ -32,6 +32,19 @@ class Graph:
     """A set of edges, each from a key node (source) to a query node (target) that may attend to it.
 
     The common type of all graph kinds. Each kind is plain data; what is written here follows from its edges.
+
+    Example:
+        >>> graph = WindowGraph(3, (1, 0))
+        >>> graph.num_queries, graph.num_keys, graph.num_edges, graph.edge_shape
+        (3, 3, 5, (3, 2))
+        >>> graph.to_edge_index().tolist()
+        [[0, 0, 1, 1, 2], [0, 1, 1, 2, 2]]
+        >>> graph.slots().tolist()  # query 0 has no key before it: slot 0 carries no edge
+        [1, 2, 3, 4, 5]
+        >>> graph.to_mask().int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+        >>> graph.to_sparse()
+        SparseGraph(3 keys -> 3 queries, 5 edges)
     """
 
     def __init__(self) -> None:
@@ -228,6 +241,9 @@ class SparseGraph(Graph):
 
         This is the polarity of `scaled_dot_product_attention`; invert the masks of `nn.MultiheadAttention`.
 
+        Args:
+            mask: bool `[num_queries, num_keys]`.
+
         Returns:
             The graph, its edges row by row of the mask, keys ascending.
 
@@ -306,6 +322,9 @@ class SparseGraph(Graph):
         """Graph of a SciPy sparse matrix or array `[num_queries, num_keys]`: entry (i, j) lets i attend to j.
 
         Every stored entry is an edge, whatever its value: stored zeros and duplicates too.
+
+        Args:
+            A: SciPy sparse, of any format, `[num_queries, num_keys]`.
 
         Returns:
             The graph, its edges in the order of `A.tocoo()`, for CSR row by row.
@@ -811,8 +830,14 @@ def axis_intervals(graph: Graph) -> tuple[AxisIntervals, ...]:
     `query · (slots of all axes) + slot`, with slots of a grid in row-major order; `slots` is 0 where the
     edge layout is `[num_edges]` and `slot` the edge's own number.
 
+    Args:
+        graph: a complete, window or grid graph.
+
     Returns:
         One `AxisIntervals` for each axis.
+
+    Raises:
+        TypeError: `graph` is none of these.
 
     Example:
         >>> (axis,) = axis_intervals(WindowGraph(4, (1, 0)))
@@ -1212,6 +1237,9 @@ def union(*graphs: Graph) -> SparseGraph:
     """Graph that has every edge that one of `graphs` has, once: the set union, for mixing attention patterns.
 
     O(E log E) in the number of edges of all graphs.
+
+    Args:
+        *graphs: one or more, of the same numbers of keys and queries, on one device.
 
     Returns:
         The graph, its edges sorted by (query, key).
