@@ -55,7 +55,11 @@ def sinusoidal(
     Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
     """
     dim = _count("dim", dim)
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0.0 < base <= np.finfo(float).max:
+    if (
+        isinstance(base, bool)
+        or not isinstance(base, (int, float))
+        or not 0 < base <= int(np.finfo(float).max)
+    ):
         raise ValueError(f"`base` must be a positive number, got {base!r}.")
     positions, dtype = checked_positions(positions)
     num_nodes, axes = positions.shape

@@ -341,7 +341,7 @@ class GPSConv(pyg.GPSConv):
     ) -> None:
         check_heads("channels", channels, "heads", heads)
         check_probability("dropout", dropout)
-        if norm is not None and not isinstance(norm, (str, torch.nn.Module)):
+        if not issubclass(type(norm), (str, torch.nn.Module, type(None))):
             raise TypeError(f"`norm` must be a str, a module or None, got {type(norm).__name__}.")
         super().__init__(
             channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs
