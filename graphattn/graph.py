@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import MappingKey, register_pytree_node
 from torch.utils.weak import WeakIdKeyDictionary
+
+from graphattn.compiled import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -1584,14 +1585,7 @@ def _sorted_by_torch(edge_index: Tensor, num_queries: int, num_keys: int):
     return tuple(sides)
 
 
-def _compiled(function):
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to cache in: a read-only installation without a home
-        return numba.njit(nogil=True)(function)
-
-
-@_compiled
+@compiled
 def _counting_sort(ids, others, ptr, grouped, order):
     # Groups the edges by `ids` into `ptr`, `grouped`, `order`; returns the first edge out of range, or -1.
     num_nodes = ptr.size - 1

@@ -3,7 +3,6 @@
 ``GRAPHATTN_FUZZ=n`` draws n examples for each test, other ones every time.
 """
 
-import math
 import os
 from dataclasses import replace
 

@@ -973,9 +973,3 @@ def test_graphs_come_out_of_a_forked_worker():
     loader = DataLoader(BuiltInAWorker(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     for seed, graph in enumerate(loader):
         assert_same(graph, SparseGraph.from_edge_index(random_edges(500, 500, 300_000, seed), 500))
-
-
-def test_compiles_where_nothing_can_be_cached():
-    namespace = {}
-    exec(compile("def double(x): return 2 * x", "<no file>", "exec"), namespace)
-    assert graph_module._compiled(namespace["double"])(21) == 42

@@ -31,6 +31,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from graphattn.compiled import compiled
+from graphattn.kernels import vector
 from graphattn.kernels.threads import workers
 from graphattn.kernels.vector import (
     after,
@@ -113,11 +115,7 @@ _inlined = njit(error_model="numpy", forceinline=True)
 _part = njit(error_model="numpy", inline="always")  # of a kernel: compiled with it, not before it
 
 
-def _kernel(function: Callable) -> Callable:
-    try:
-        return njit(error_model="numpy", nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to cache in: a read-only installation without a home
-        return njit(error_model="numpy", nogil=True)(function)
+_kernel = functools.partial(compiled, error_model="numpy", sources=[str(vector.__file__)])
 
 
 @_function
