@@ -251,10 +251,10 @@ def accuracy_table(rows: list[dict[str, str]], published: list[dict[str, str]]) 
         ]
         if any(cells):
             lines.append([model, *cells, source])
-    hours = sum(float(row["seconds"]) for row in rows) / 3600
+    minutes = sum(float(row["seconds"]) for row in rows) / 60
     return (
         "Test accuracy in %, ROC AUC where it says so, mean ± standard deviation over the runs. "
-        f"{_software(rows)}, {hours:.1f} hours in all. "
+        f"{_software(rows)}, {minutes:,.0f} minutes in all. "
         "Made by `python -m benchmarks.accuracy` and `python -m benchmarks.tables`; do not edit.\n\n"
         f"{_markdown(header, lines)}"
     )

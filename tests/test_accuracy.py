@@ -165,7 +165,7 @@ def test_the_table():
         {"model": "GAT", "source": "elsewhere", "dataset": "Photo", "mean": "96", "std": ""},
     ]
     text = tables.accuracy_table(rows, published)
-    assert "2.0 hours" in text and "commit abc" in text
+    assert "120 minutes" in text and "commit abc" in text
     assert text.split("\n\n")[1].splitlines() == [
         "| model | Cora | Tolokers (AUC) | source |",
         "| --- | ---: | ---: | ---: |",

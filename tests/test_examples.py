@@ -61,7 +61,7 @@ def test_real_data(name, tmp_path, capsys):
     root = os.environ.get("GRAPHATTN_DATA")
     if root is None:
         pytest.skip("set GRAPHATTN_DATA to a folder with the real data")
-    epochs = {"Cora": "25", "Minesweeper": "3", "Photo": "3"}[name]
+    epochs = {"Cora": "25", "Minesweeper": "5", "Photo": "10"}[name]
     arguments = ["--dataset", name, "--root", root, "--epochs", epochs, "--seeds", "1"]
     (result,) = node_classification.main([*arguments, "--out", str(tmp_path / "figure.png")])
     chance = {"Cora": 0.302, "Minesweeper": 0.5, "Photo": 0.254}[name]  # the largest class; ROC AUC at random
@@ -84,6 +84,44 @@ def test_early_stopping_keeps_the_best_epoch():
         right = run.model(data.x, data.edge_index).argmax(1) == data.y
     assert right[data.val_mask].float().mean().item() == run.val
     assert right[data.test_mask].float().mean().item() == run.test
+
+
+def test_the_score_chooses_among_the_epochs_that_are_looked_at(monkeypatch):
+    settings = node_classification.Settings(
+        channels=2,
+        heads=2,
+        lr=0.05,
+        epochs=10,
+        patience=None,
+        choose_by="score",
+        one_cycle=True,
+        evaluate_every=4,
+    )
+    data = node_classification.prepare(datasets.digits(), settings)
+    rates, step = [], node_classification.one_epoch
+
+    def watched(model, optimizer, data):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(model, optimizer, data)
+
+    monkeypatch.setattr(node_classification, "one_epoch", watched)
+    run = node_classification.train("graphattn", data, settings, seed=0)
+    assert [row["epoch"] for row in run.history] == [4, 8, 10]
+    best = max(run.history, key=lambda row: row["val"])
+    assert (run.val, run.test, run.epoch) == (best["val"], best["test"], best["epoch"])
+    # up to the learning rate of the settings in the third of ten steps, then down to nothing
+    assert len(rates) == 10 and rates.index(max(rates)) == 2 and max(rates) == pytest.approx(0.05)
+    assert rates[3:] == sorted(rates[3:], reverse=True) and rates[-1] < 1e-6
+
+
+def test_the_degree_is_a_feature():
+    star = torch.tensor([[1, 2, 3, 0], [0, 0, 0, 1]])  # degrees 3, 1, 0, 0
+    data = node_classification.Data(x=torch.ones(4, 2), edge_index=star)
+    prepared = node_classification.prepare(data, node_classification.Settings(degree=True))
+    log_degree = np.log([4, 2, 1, 1])
+    expected = (log_degree - log_degree.mean()) / log_degree.std(ddof=1)
+    np.testing.assert_allclose(prepared.x[:, 2], expected, rtol=1e-6)
+    assert prepared.x.shape == (4, 3) and data.x.shape == (4, 2) and data.num_edges == 4
 
 
 def test_both_layers_give_the_same_scores():
