@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, WindowGraph, axis_intervals
 from graphattn.kernels.blocks import block_attention
@@ -184,7 +185,7 @@ def _attend(
                 graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
                 bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
             )  # fmt: skip
-        case CompleteGraph() | WindowGraph() | GridGraph() if query.device.type in ("cpu", "meta"):
+        case CompleteGraph() | WindowGraph() | GridGraph() if query.device.type in ("cpu", "cuda", "meta"):
             if graph.order is not None:  # the kernels see the nodes of a clique side by side
                 query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
             if not isinstance(graph, GridGraph) and _in_blocks(graph, bias, return_weights):
@@ -213,8 +214,36 @@ def _attend(
     return out, lse, weights
 
 
-def _intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> tuple[Tensor, Tensor, list[int], list[int]]:
-    """The edges of a structured graph as `graphattn.kernels.intervals` takes them."""
+_Intervals = tuple[Tensor, Tensor, "Tensor | None", list[int], list[int]]
+
+# Of graphs on CUDA devices: the versions of their tensors then, and what `_intervals` made of them.
+_kept = WeakIdKeyDictionary()
+
+
+def _intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> _Intervals:
+    """The edges of a structured graph as `graphattn.kernels.intervals` takes them.
+
+    On a CUDA device kept with the graph, as dozens of small operations take longer to launch than some kernel to run.
+    A CUDA graph may be replayed with other numbers in the same place: there, they are part of the graph.
+    """
+    if (
+        graph.device.type != "cuda"
+        or torch.compiler.is_compiling()
+        or torch.cuda.is_current_stream_capturing()
+    ):
+        return _listed_intervals(graph)
+    versions = [None if x is None or x.is_inference() else x._version for x in (graph.ptr, graph.order)]
+    entry = _kept.get(graph)
+    if entry is not None and entry[0] == versions:
+        return entry[1]
+    with torch.inference_mode(False):  # what an evaluation made must serve the training after it
+        made = _listed_intervals(graph)
+    if type(made[0]) is Tensor:  # not a tracer's stand-in
+        _kept[graph] = versions, made
+    return made
+
+
+def _listed_intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> _Intervals:
     axes = axis_intervals(graph)
     by_query = torch.stack(
         [torch.cat(x) for x in zip(*((axis.first, axis.count, axis.slot) for axis in axes))]
@@ -229,7 +258,7 @@ def _intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> tuple[Tensor, 
             axis.first.size(0), axis.first_query.size(0), axis.step, axis.slot_step, axis.slots,
         )
     ]  # fmt: skip
-    return by_query, by_key, numbers, list(graph.edge_shape)
+    return by_query, by_key, graph.ptr, numbers, list(graph.edge_shape)
 
 
 def _radius(graph: CompleteGraph | WindowGraph) -> tuple[int | None, int | None]:
@@ -244,6 +273,8 @@ def _in_blocks(graph: CompleteGraph | WindowGraph, bias: Tensor | None, return_w
     They score all keys that any query of a block may see, so the band must be wide, and they take edge tensors only
     where these are a matrix of all queries and keys.
     """
+    if graph.device.type == "cuda":  # where the other kernel works on blocks too
+        return False
     before, after = _radius(graph)
     bounded = before is not None and after is not None
     if (bias is not None or return_weights) and (bounded or graph.ptr is not None):

@@ -72,7 +72,7 @@ def test_without_triton_cuda_tensors_get_an_error_that_says_what_to_install(monk
     monkeypatch.delitem(sys.modules, "graphattn.kernels.sparse_triton", raising=False)
     monkeypatch.delattr("graphattn.kernels.sparse_triton", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"CUDA tensors needs Triton.*pip install triton"):
-        sparse._triton()
+        sparse.triton_kernels("sparse_triton")
 
 
 @pytest.mark.parametrize("operator", ["sparse_attention", "sparse_attention_backward"])

@@ -7,6 +7,7 @@ reference formula. `define` makes such a pair for one description of the edges; 
 """
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -40,12 +41,10 @@ class _Operator(NamedTuple):
 
 
 def define(
-    name: str, graph: str, layout: Callable, listed: Callable, forward: Callable, backward: Callable
-) -> Any:
-    """Define ``graphattn::{name}`` and its backward operator; ``graph`` is the schema of what describes the edges.
-
-    ``forward`` and ``backward`` are the bodies on the CPU.
-    """
+    name: str, graph: str, layout: Callable, listed: Callable, forward: Callable, backward: Callable,
+    forward_cuda: Callable, backward_cuda: Callable,
+) -> Any:  # fmt: skip
+    """Define ``graphattn::{name}`` and its backward operator; ``graph`` is the schema of what describes the edges."""
     inputs = f"Tensor query, Tensor key, Tensor value, {graph}, {_OPTIONS}"
     tags = [torch.Tag.pt2_compliant_tag]
     _library.define(f"{name}({inputs}) -> ({_OUTPUTS})", tags=tags)
@@ -58,6 +57,8 @@ def define(
     operator = _Operator(getattr(ops, name).default, getattr(ops, f"{name}_backward").default, layout, listed)
     _library.impl(name, forward, "CPU")
     _library.impl(f"{name}_backward", backward, "CPU")
+    _library.impl(name, forward_cuda, "CUDA")
+    _library.impl(f"{name}_backward", backward_cuda, "CUDA")
     _library.impl(name, functools.partial(_Attention.apply, operator), "Autograd")
     _library.impl(f"{name}_backward", functools.partial(_AttentionBackward.apply, operator), "Autograd")
     fake, vmap = functools.partial(_forward_fake, operator), functools.partial(map_features, operator.forward)
@@ -224,24 +225,16 @@ def _backward_cpu(*arguments):
     return sparse_cpu.backward(rows, columns, *(arguments[:11] + arguments[17:]))
 
 
-def _forward_cuda(*inputs):
-    return _triton().forward(*inputs)
-
-
-def _backward_cuda(*arguments):
-    return _triton().backward(*arguments)
-
-
-def _triton():
+def triton_kernels(module: str) -> Any:
+    """A module of ``graphattn.kernels`` that needs Triton, imported where a CUDA tensor arrives."""
     try:
-        from graphattn.kernels import sparse_triton
+        return importlib.import_module(f"graphattn.kernels.{module}")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"graph_attention on CUDA tensors needs Triton, which comes with PyTorch for CUDA: {error}."
             " Install it with `pip install triton`, or move the tensors with `.cpu()`.",
             name=error.name,
         ) from error
-    return sparse_triton
 
 
 _sparse_attention = define(
@@ -252,9 +245,9 @@ _sparse_attention = define(
     lambda rowptr, col, edge_id, *_: (rowptr, col, edge_id),
     _forward_cpu,
     _backward_cpu,
+    lambda *inputs: triton_kernels("sparse_triton").forward(*inputs),
+    lambda *arguments: triton_kernels("sparse_triton").backward(*arguments),
 )
-_library.impl("sparse_attention", _forward_cuda, "CUDA")
-_library.impl("sparse_attention_backward", _backward_cuda, "CUDA")
 
 
 def sparse_attention(*inputs) -> tuple[Tensor, Tensor, Tensor]:
