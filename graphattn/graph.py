@@ -407,7 +407,7 @@ class SparseGraph(Graph):
                 raise ValueError(
                     "The tensors of a stored SparseGraph must be of one length and on one device."
                 )
-            if self.device.type == "meta":
+            if not _has_numbers(ids):
                 continue
             _check_range(f"The stored `{name}`", ids, limit)
             if ptr[0] != 0 or ptr[-1] != ids.numel() or (ptr.diff() < 0).any():
@@ -464,7 +464,7 @@ class _StructuredGraph(Graph):
         ptr, device = state["ptr"], state["device"]
         if not isinstance(device, torch.device):
             raise TypeError(f"A stored `device` must be a torch.device, got {type(device).__name__}.")
-        if ptr is None or not isinstance(ptr, Tensor) or ptr.device.type != "meta":
+        if not isinstance(ptr, Tensor) or _has_numbers(ptr):
             checked = _by_rule(type(self), **state)
             for name in ("num_queries", "num_keys", "num_edges", "offset"):
                 if getattr(checked, name) != state[name]:
@@ -1030,6 +1030,12 @@ def _by_rule(kind: type[_StructuredGraph], **stored: Any) -> Any:
 
 def _names(state: Any) -> str:
     return ", ".join(map(str, state)) or "nothing" if isinstance(state, dict) else type(state).__name__
+
+
+def _has_numbers(x: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
 def _check_stored(name: str, x: Any, dtype: torch.dtype) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import datasets
 from graphattn import (
@@ -176,6 +178,19 @@ def test_a_forged_graph_does_not_reach_a_kernel(graph, change, error, message):
     ):
         with pytest.raises(error, match=message):
             read()
+
+
+@pytest.mark.parametrize(
+    "graph", [LISTED, CompleteGraph.from_batch(torch.tensor([1, 0, 1]))], ids=["listed", "cliques"]
+)
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_a_graph_without_numbers_is_copied_unchecked(kind, graph):
+    if kind == "meta":
+        graph = graph.to("meta")
+    else:
+        mode = FakeTensorMode()
+        graph = tree_map_only(torch.Tensor, mode.from_tensor, graph)
+    assert repr(copy.copy(graph)) == repr(graph)
 
 
 # --- what is called and written -------------------------------------------------------------------------
