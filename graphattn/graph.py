@@ -298,7 +298,7 @@ class SparseGraph(Graph):
         try:
             nodes = list(G if nodelist is None else nodelist)
             number = {node: i for i, node in enumerate(nodes)}
-        except TypeError as error:
+        except (TypeError, NotImplementedError) as error:
             raise TypeError(
                 f"`nodelist` must be a sequence of nodes of `G`, got {type(nodelist).__name__}: {error}."
             ) from error
