@@ -25,8 +25,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.measure import largest_error
 from benchmarks.providers import _message_passing
-from graphattn import SparseGraph, WindowGraph, graph_attention
-from tests import oracle
+from graphattn import CompleteGraph, Graph, GridGraph, SparseGraph, WindowGraph, graph_attention
+from tests import oracle, test_structured_attention
 from tests.test_attention import DTYPES, EVERYTHING, GRAPHS, OPTIONS
 
 if TYPE_CHECKING:
@@ -46,13 +46,14 @@ COLUMNS = (
 
 
 class Case(NamedTuple):
-    """Edges, number of keys, number of queries, features of an edge, radius where it is a window on a chain."""
+    """Edges, number of keys, number of queries, features of an edge; a structured graph and its mask (query, key)."""
 
     edge_index: Tensor
     num_keys: int
     num_queries: int
     features: int = 0
-    radius: int = 0
+    graph: Graph | None = None
+    mask: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 # The contract.
@@ -89,6 +90,38 @@ def contract(device: str) -> int:
             oracle.assert_agrees(operator, oracle.draw_case(graph, dtype=dtype, **options))
         except AssertionError as error:
             raise AssertionError(f"{options}, {dtype}, {graph[1:]}: {error}") from error
+    return len(cases) + structured_contract(device)
+
+
+# Of each kind one, with blocks of all sizes.
+STRUCTURED = (
+    "no edges", "complete", "causal, aligned at the end", "causal cliques of labels", "one long row", "window",
+    "window of 33", "unbounded, dilated", "ragged windows", "grid", "even kernel, shifted", "three axes", "four axes",
+)  # fmt: skip
+
+
+def structured_contract(device: str) -> int:
+    """The same for structured graphs; the number of cases that agreed."""
+    plain = [(name, {}, torch.float32) for name in STRUCTURED]
+    everything = {"bias": "QSH", **test_structured_attention.EVERYTHING}
+    cases = plain + [(name, everything, torch.float32) for name in STRUCTURED]
+    for name in ("causal cliques of labels", "window of 33", "grid"):
+        cases += [(name, {**everything, "bias": "1SH"}, dtype) for dtype in DTYPES]
+        cases += [(name, {"dim": 64}, torch.float16)]
+    for name, options, dtype in cases:
+        graph = test_structured_attention.GRAPHS[name]
+        there = graph.to(device)
+
+        def operator(case, operands, there=there) -> tuple[Tensor, Tensor]:
+            moved = {name: x.to(device) for name, x in operands.items()}
+            out, lse = graph_attention(**moved, graph=there, **case.settings, return_lse=True)
+            return out.cpu(), lse.cpu()
+
+        case = test_structured_attention.draw(graph, dtype=dtype, **options)
+        try:
+            test_structured_attention.assert_agrees(graph, case, operators=[operator])
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {options}, {dtype}: {error}") from error
     return len(cases)
 
 
@@ -96,14 +129,18 @@ def repeats(device: str, times: int = 10) -> None:
     """Same inputs, same bits: values and gradients; and the dropout that the CPU draws."""
     case = power_law(20_000, 400_000, device)
     graph = SparseGraph.from_edge_index(case.edge_index, 20_000)
+    window = WindowGraph(20_000, 64).to(device)
     inputs = [
         torch.randn(20_000, 8, 16, device=device, dtype=torch.float16).requires_grad_() for _ in range(3)
     ]
     flowing = torch.randn_like(inputs[0])
 
     def run() -> list[Tensor]:
-        out = graph_attention(*inputs, graph)
-        return [out.detach(), *torch.autograd.grad(out, inputs, flowing)]
+        found = []
+        for each in (graph, window):
+            out = graph_attention(*inputs, each)
+            found += [out.detach(), *torch.autograd.grad(out, inputs, flowing)]
+        return found
 
     first = run()
     for _ in range(times):
@@ -181,9 +218,32 @@ def molecules(device: str, count: int = 4096) -> Case:
     return Case(edge_index, 18 * count, 18 * count)
 
 
+def structured(graph: Graph, device: str, mask: Callable[[Tensor, Tensor], Tensor]) -> Case:
+    graph = graph.to(device)
+    return Case(graph.to_edge_index(), graph.num_keys, graph.num_queries, graph=graph, mask=mask)
+
+
 def window(device: str, length: int, radius: int) -> Case:
-    edge_index = WindowGraph(length, radius).to_edge_index().to(device)
-    return Case(edge_index, length, length, radius=radius)
+    return structured(WindowGraph(length, radius), device, lambda i, j: (i - j).abs() <= radius)
+
+
+def grid(device: str, side: int, radius: int) -> Case:
+    def near(i: Tensor, j: Tensor) -> Tensor:
+        return ((i // side - j // side).abs() <= radius) & ((i % side - j % side).abs() <= radius)
+
+    return structured(GridGraph((side, side), radius), device, near)
+
+
+def complete(device: str, nodes: int) -> Case:
+    return structured(CompleteGraph(nodes), device, lambda i, j: (i >= 0) & (j >= 0))
+
+
+def cliques(device: str, count: int) -> Case:
+    """Of 10 to 60 nodes."""
+    sizes = torch.randint(10, 61, (count,), generator=torch.Generator().manual_seed(0))
+    ptr = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    label = torch.arange(count).repeat_interleave(sizes).to(device)
+    return structured(CompleteGraph.from_ptr(ptr), device, lambda i, j: label[i] == label[j])
 
 
 HALF, FULL = torch.float16, torch.float32
@@ -198,7 +258,10 @@ CASES: dict[str, tuple[Callable[[str], Case], list[tuple[int, int, torch.dtype]]
     "mesh": (mesh, [(16, 64, HALF)]),
     "molecules": (molecules, [(8, 16, HALF)]),
     "window 65536 ±16": (lambda device: window(device, 65_536, 16), [(8, 64, HALF)]),
-    "window 8192 ±128": (lambda device: window(device, 8_192, 128), [(8, 64, HALF)]),
+    "window 8192 ±128": (lambda device: window(device, 8_192, 128), [(8, 64, HALF), (8, 64, FULL)]),
+    "grid 64x64 7x7": (lambda device: grid(device, 64, 3), [(8, 32, HALF)]),
+    "complete 4096": (lambda device: complete(device, 4_096), [(8, 64, HALF)]),
+    "cliques of 10-60": (lambda device: cliques(device, 256), [(8, 16, HALF)]),
 }
 
 
@@ -206,6 +269,12 @@ CASES: dict[str, tuple[Callable[[str], Case], list[tuple[int, int, torch.dtype]]
 
 
 def _graphattn(case: Case, inputs: list[Tensor], compiled: Callable) -> Callable[[], Tensor]:
+    if case.graph is None:
+        return _listed(case, inputs, compiled)
+    return lambda: graph_attention(*inputs, case.graph)
+
+
+def _listed(case: Case, inputs: list[Tensor], compiled: Callable) -> Callable[[], Tensor]:
     graph = SparseGraph.from_edge_index(case.edge_index, size=(case.num_keys, case.num_queries))
     features = dict(zip(("edge_attr", "edge_projection"), inputs[3:]))
     return lambda: graph_attention(*inputs[:3], graph, **features)
@@ -231,10 +300,11 @@ def _pyg_compiled(case: Case, inputs: list[Tensor], compiled: Callable) -> Calla
 
 
 def _flex(case: Case, inputs: list[Tensor], compiled: Callable) -> Callable[[], Tensor]:
-    if not case.radius:
+    near = case.mask
+    if near is None:
         raise NotImplementedError("graphs only as dense blocks")
     mask = compiled(create_block_mask)(
-        lambda b, h, i, j: (i - j).abs() <= case.radius,
+        lambda b, h, i, j: near(i, j),
         None, None, case.num_queries, case.num_keys, device=str(case.edge_index.device),
     )  # fmt: skip
     run = compiled(flex_attention)
@@ -242,16 +312,21 @@ def _flex(case: Case, inputs: list[Tensor], compiled: Callable) -> Callable[[], 
 
 
 def _sdpa(case: Case, inputs: list[Tensor], compiled: Callable) -> Callable[[], Tensor]:
-    if not case.radius or case.num_queries > 16_384:
+    if case.mask is None or case.num_queries > 16_384:
         raise NotImplementedError("a mask of nodes by nodes")
     at = torch.arange(case.num_queries, device=case.edge_index.device)
-    mask = (at[:, None] - at).abs() <= case.radius
+    mask = (
+        None
+        if isinstance(case.graph, CompleteGraph) and case.graph.ptr is None
+        else case.mask(at[:, None], at)
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
     return lambda: attend(*(x.transpose(0, 1)[None] for x in inputs), attn_mask=mask)[0].transpose(0, 1)
 
 
 PROVIDERS = {
     "graphattn": (_graphattn, 0),
+    "graphattn_listed": (_listed, 0),
     "pyg": (_pyg, 9),
     "pyg_compiled": (_pyg_compiled, 5),
     "flex": (_flex, 0),
@@ -322,6 +397,8 @@ def measure(name: str, heads: int, dim: int, dtype: torch.dtype, case: Case, spe
                 needed = edge_tensors * edges * heads * dim * size
                 if needed > 0.8 * torch.cuda.mem_get_info()[0]:
                     raise NotImplementedError(f"needs about {needed / 1e9:.0f} GB")
+                if provider == "graphattn_listed" and case.graph is None:
+                    raise NotImplementedError("as graphattn")
                 attend = make(case, inputs, lambda function: torch.compile(function, dynamic=False))
 
                 def step(attend=attend, mode=mode) -> tuple[Tensor, ...]:

@@ -129,15 +129,18 @@ def with_listed_bias(graph: Graph, operator):
     return wrapped
 
 
-def assert_agrees(graph: Graph, case: oracle.Case, keep: Tensor | None = None, also_listed: bool = True):
-    """The graph's own kernel and that of listed edges give the oracle's values and gradients."""
+def assert_agrees(
+    graph: Graph, case: oracle.Case, keep: Tensor | None = None, also_listed: bool = True, operators=None
+):
+    """The graph's own kernel and that of listed edges, or other operators, give the oracle's values and gradients."""
     exactly = with_listed_bias(graph, oracle.oracle(keep=keep))
     plainly = with_listed_bias(graph, oracle.oracle(torch.float32, keep))
     exact = oracle.results(exactly, case.to(torch.float64))
     plain = oracle.results(plainly, case.to(torch.float32) if case.dtype == torch.float64 else case)
-    operators = [own(graph)]
-    if also_listed:
-        operators.append(with_listed_bias(graph, own(graph.to_sparse())))
+    if operators is None:
+        operators = [own(graph)]
+        if also_listed:
+            operators.append(with_listed_bias(graph, own(graph.to_sparse())))
     for operator in operators:
         for name, tensor in oracle.results(operator, case).items():
             dtype = oracle.statistics_dtype(case.dtype) if name == "lse" else case.dtype

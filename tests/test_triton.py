@@ -12,20 +12,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from graphattn import SparseGraph
+from graphattn import CompleteGraph, GridGraph, SparseGraph, WindowGraph
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "which", ["graphs or options or dtypes", "not graphs and not options and not dtypes"]
+    "contract, which",
+    [
+        ("triton_contract", "graphs or options or dtypes"),
+        ("triton_contract", "not graphs and not options and not dtypes"),
+        ("triton_structured", "graphs or dtypes or bias"),
+        ("triton_structured", "not graphs and not dtypes and not bias"),
+    ],
 )
-def test_the_contract_in_the_interpreter(which):
+def test_the_contract_in_the_interpreter(contract, which):
     """A process of its own, as the interpreter is chosen when Triton is imported."""
     plugin = ["-p", "tests.triton_interpreter", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugin, "tests/triton_contract.py", "-k", which],
+        [sys.executable, "-m", "pytest", *plugin, f"tests/{contract}.py", "-k", which],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -33,7 +39,7 @@ def test_the_contract_in_the_interpreter(which):
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
-# The plan.
+# The plans.
 
 
 @settings(max_examples=200)
@@ -94,6 +100,71 @@ def test_a_plan_follows_its_pointers():
     assert again is not plan and sorted(again.segments[:, 2].tolist()) == [1, 2]
 
 
+def ragged(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+SIDE = st.one_of(st.none(), st.integers(0, 9))
+LENGTH = st.integers(0, 60)
+STRUCTURED = st.one_of(
+    st.builds(
+        lambda length, radius, step, keys, offset: WindowGraph(
+            length, radius, dilation=step, num_keys=keys, offset=offset
+        ),
+        LENGTH,
+        st.tuples(SIDE, SIDE),
+        st.sampled_from([1, 2, 3, 70]),
+        LENGTH,
+        st.integers(-20, 20),
+    ),
+    st.builds(
+        lambda lengths, radius, step: WindowGraph.from_ptr(ragged(lengths), radius, dilation=step),
+        st.lists(st.integers(0, 12), max_size=6),
+        st.tuples(SIDE, SIDE),
+        st.integers(1, 4),
+    ),
+    st.builds(lambda lengths: CompleteGraph.from_ptr(ragged(lengths)), st.lists(LENGTH, max_size=4)),
+    st.builds(
+        lambda shape, radius, step, border: GridGraph(shape, radius, dilation=step, border=border),
+        st.lists(st.integers(1, 7), min_size=1, max_size=3),
+        st.integers(0, 3),
+        st.integers(1, 3),
+        st.sampled_from(["clip", "shift"]),
+    ),
+)
+
+
+@settings(max_examples=150)
+@given(STRUCTURED, st.booleans(), st.sampled_from([1, 4, 16, 64]))
+def test_every_row_is_in_one_block_whose_box_is_its_far_ends(graph, of_queries, most):
+    """Of one sequence, and no larger than what some row of the block has an edge with."""
+    from graphattn.attention import _intervals
+    from graphattn.kernels import intervals_triton
+
+    plan = intervals_triton._make_pass(*_intervals(graph)[:4], of_queries, most)
+    assert plan.rows >= 16 and plan.table.dtype == torch.int32
+    ends = {}
+    for key, query in graph.to_edge_index().t().tolist():
+        row, far = (query, key) if of_queries else (key, query)
+        ends.setdefault(row, set()).add(far)
+    meta, table, seen = plan.meta.tolist(), plan.table.tolist(), []
+    for block in range(plan.blocks):
+        rows, box, width = [0], [0], 1
+        for first, inner, count, _, size, step, row_stride, far_stride, *_ in meta:
+            x, n, y, far = table[first + block // inner % count]
+            assert n <= size
+            width *= size
+            rows = [row + (x + i * step) * row_stride for row in rows for i in range(n)]
+            box = [node + (y + j * step) * far_stride for node in box for j in range(far)]
+        assert width <= most
+        seen += rows
+        if rows:
+            assert set(box) == set().union(*(ends.get(row, ()) for row in rows)) and len(box) == len(set(box))
+        if rows and graph.ptr is not None:
+            assert len(set(torch.searchsorted(graph.ptr, torch.tensor(rows), right=True).tolist())) == 1
+    assert sorted(seen) == list(range(graph.num_queries if of_queries else graph.num_keys))
+
+
 def test_heads_too_wide_for_a_tile():
     from graphattn.kernels import sparse_triton
 
@@ -125,15 +196,13 @@ class Device:
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """`compile(arch, ...)` → for each kernel that a call launches: its name, registers and bytes spilled.
+    """`compile(arch, call)` → for each kernel that the call launches: its name, registers and bytes spilled.
 
     The launches of the call itself are compiled, for its very arguments, and not run.
     """
     import triton
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
-
-    from graphattn.kernels import sparse_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     run, tool = JITFunction.run, Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -144,10 +213,10 @@ def compiled(monkeypatch, tmp_path):
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
         kernels[id(kernel)] = (self.__name__, kernel)
 
-    def compile(arch, dtype, heads, kv_heads, dim, **options):
+    def compile(arch, call):
         monkeypatch.setattr(driver, "_active", Device(arch))
         kernels.clear()
-        sparse_triton.backward(*arguments(dtype, heads, kv_heads, dim, sparse_triton.forward, **options))
+        call()
         used = []
         for name, kernel in kernels.values():
             if isinstance(arch, int):
@@ -185,11 +254,35 @@ def arguments(dtype, heads, kv_heads, dim, forward, *, features=0, options=False
     return (*(torch.zeros_like(outputs[i]) for i in (0, 1, 4)), *outputs, *inputs)
 
 
+def listed(*shape, **options):
+    """Forward and backward pass on listed edges."""
+    from graphattn.kernels import sparse_triton
+
+    sparse_triton.backward(*arguments(*shape, sparse_triton.forward, **options))
+
+
+def structured(graph, dtype, heads, kv_heads, dim, options=False):
+    """Forward and backward pass on a structured graph."""
+    from graphattn.attention import _intervals
+    from graphattn.kernels import intervals_triton
+
+    query = torch.randn(2, graph.num_queries, heads, dim).to(dtype)
+    key, value = torch.randn(2, 2, graph.num_keys, kv_heads, dim).to(dtype)
+    inputs = (
+        query, key, value, *_intervals(graph),
+        torch.randn(*[1] * (len(graph.edge_shape) - 1), graph.edge_shape[-1], heads).to(dtype) if options else None,
+        None, None, torch.tensor([1]) if options else None, 0.5, 2.0 if options else 0.0, 0.1 if options else 0.0,
+        options,
+    )  # fmt: skip
+    outputs = intervals_triton.forward(*inputs)
+    intervals_triton.backward(*(torch.zeros_like(outputs[i]) for i in (0, 1, 4)), *outputs, *inputs)
+
+
 @pytest.mark.parametrize("heads, dim", [(8, 16), (4, 64)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_main_variants_keep_to_registers(compiled, dtype, heads, dim):
     """Nothing is spilled, and enough programs fit on a multiprocessor (64 Ki registers) to keep the memory busy."""
-    used = compiled(90, dtype, heads, heads, dim)
+    used = compiled(90, lambda: listed(dtype, heads, heads, dim))
     names = {name for name, *_ in used}
     assert names >= {
         "_forward_kernel",
@@ -205,11 +298,36 @@ def test_the_main_variants_keep_to_registers(compiled, dtype, heads, dim):
 
 @pytest.mark.parametrize("arch", [80, 90, 100, "gfx942"])
 def test_every_option_compiles(compiled, arch):
-    used = compiled(arch, torch.float16, 8, 4, 16, features=16, options=True)
+    used = compiled(arch, lambda: listed(torch.float16, 8, 4, 16, features=16, options=True))
     assert len({name for name, *_ in used}) == 8
     assert all(spilled == 0 for _, _, spilled in used), used
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_awkward_shapes_compile(compiled, dtype):
-    compiled(90, dtype, 3, 1, 20, degree=2)
+    compiled(90, lambda: listed(dtype, 3, 1, 20, degree=2))
+
+
+KERNELS = {"_forward_kernel", "_delta_kernel", "_query_kernel", "_key_kernel"}
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float16, 64), (torch.bfloat16, 128), (torch.float32, 64)])
+def test_the_main_variants_on_structured_graphs_keep_to_registers(compiled, dtype, dim):
+    used = compiled(90, lambda: structured(WindowGraph(300, 100), dtype, 2, 2, dim))
+    assert {name for name, *_ in used} == KERNELS
+    assert all(spilled == 0 for _, _, spilled in used), used
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, "gfx942"])
+def test_every_option_on_structured_graphs_compiles(compiled, arch):
+    """All of them together spill a little, and no more."""
+    used = compiled(arch, lambda: structured(GridGraph((20, 20), 3), torch.float16, 4, 2, 32, options=True))
+    assert {name for name, *_ in used} == {*KERNELS, "_weights_kernel"}
+    assert all(spilled <= 128 for _, _, spilled in used), used
+
+
+def test_awkward_shapes_on_structured_graphs_compile(compiled):
+    ptr = ragged((3, 0, 20))
+    compiled(
+        90, lambda: structured(WindowGraph.from_ptr(ptr, (None, 1)), torch.float64, 3, 1, 20, options=True)
+    )
