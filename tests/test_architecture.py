@@ -75,9 +75,10 @@ def test_without_triton_cuda_tensors_get_an_error_that_says_what_to_install(monk
         sparse.triton_kernels("sparse_triton")
 
 
-@pytest.mark.parametrize("operator", ["sparse_attention", "sparse_attention_backward"])
-def test_the_operator_has_a_body_on_cuda(operator):
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"graphattn::{operator}", "CUDA")
+@pytest.mark.parametrize("backward", ["", "_backward"])
+@pytest.mark.parametrize("operator", ["sparse_attention", "interval_attention"])
+def test_the_operator_has_a_body_on_cuda(operator, backward):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"graphattn::{operator}{backward}", "CUDA")
 
 
 def test_public_names():

@@ -38,8 +38,8 @@ GRAPHS = {
     "unbounded, dilated": WindowGraph(40, (1, None), dilation=3, num_keys=50, offset=5),
     "ragged windows": WindowGraph.from_ptr(ragged((0, 3, 20, 0)), (2, 1), dilation=2),
     "ragged windows, unbounded": WindowGraph.from_ptr(ragged((3, 0, 20)), (None, 1)),
-    "grid": GridGraph((9, 11), ((None, 0), 1)),
-    "grid, shifted": GridGraph((9, 11), (2, (2, 1)), border="shift"),
+    "grid": GridGraph((6, 7), ((None, 0), 1)),
+    "grid, shifted": GridGraph((5, 7), (1, (2, 1)), border="shift"),
     "three axes": GridGraph((3, 2, 4), (1, (1, 0), None), border="shift", dilation=2),
 }
 EVERYTHING = {"heads": 2, "kv_heads": 1, "scale": 0.4, "softcap": 3.0, "removed": 0.2}
@@ -71,12 +71,12 @@ def test_dtypes(name, dtype):
 
 @pytest.mark.parametrize("bias", ["QSH", "QS1", "Q1H", "1S1", "11H"])
 def test_bias_broadcasts(bias):
-    agrees("window", bias=bias, leading=(2,))
+    agrees("window of another number of keys", bias=bias, leading=(2,), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("bias", ["QSH", "11H"])
 def test_bias_of_cliques(bias):
-    agrees("causal cliques of labels", bias=bias)
+    agrees("causal cliques of labels", bias=bias, dtype=torch.float64)
 
 
 def test_bias_that_all_queries_share_is_summed_in_turns(monkeypatch):
@@ -121,13 +121,13 @@ def test_long_rows_in_parts(transposed, options):
     assert_agrees(graph, draw(graph, dtype=torch.float32, heads=1, **options), also_listed=False)
 
 
-def test_a_row_of_20000_equal_edges():
-    graph, value = CompleteGraph(1, num_keys=20_000), torch.full((20_000, 1, 4), 0.1, requires_grad=True)
+def test_a_row_of_10000_equal_edges():
+    graph, value = CompleteGraph(1, num_keys=10_000), torch.full((10_000, 1, 4), 0.1, requires_grad=True)
     out, lse = graph_attention(
-        torch.ones(1, 1, 4), torch.full((20_000, 1, 4), 0.3), value, graph, return_lse=True
+        torch.ones(1, 1, 4), torch.full((10_000, 1, 4), 0.3), value, graph, return_lse=True
     )
     torch.testing.assert_close(out, torch.full_like(out, 0.1), rtol=5e-6, atol=0)
-    torch.testing.assert_close(lse, torch.full_like(lse, 0.6 + math.log(20_000)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(lse, torch.full_like(lse, 0.6 + math.log(10_000)), rtol=1e-6, atol=0)
 
 
 def test_score_gradients_below_the_range_of_float16():

@@ -512,7 +512,7 @@ def _make_pass(by_query, by_key, ptr, axes: Sequence[int], of_queries: bool, mos
     lines = []
     for queries, keys, step, slot_step, slots in zip(*(axes[n::5] for n in range(5))):
         rows, far = (queries, keys) if of_queries else (keys, queries)
-        width = min(slots, far) if slots else far
+        width = far if slots in (0, keys) else min(slots, far)  # as many slots as keys: perhaps unbounded
         if ptr is not None:
             width = min(width, -(-far // max(ptr.numel() - 1, 1)))
         lines.append(_Axis(rows, far, step, slot_step, slots, max(width, 1)))
