@@ -331,7 +331,8 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         print(
             f"{row.radius:>6} {row.reach:>11} {row.train_bits:>14.3f} {row.test_bits:>14.3f} {row.seconds:>9.1f}"
         )
-    title = "graphattn's own source" if args.root is None else str(args.root)
+    name = "graphattn's own source" if args.root is None else args.root.resolve().name
+    title = f"{name}, {len(text.train) + len(text.test):,} characters"
     draw(args.out, title, results, order_zero)
     print(f"Figure: {args.out}")
     return results

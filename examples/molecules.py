@@ -8,7 +8,7 @@ The generated molecules are made so that neither message passing nor attention c
 two rings of six that share a bond, as in decalin, and two rings of five joined by a bond, as in bicyclopentyl,
 both with the same side chains. Atom by atom they look the same to any number of layers. Random walks tell them
 apart at once: a walk is back after five steps in one of them only. Laplacian eigenvectors differ too, but have
-no sign of their own, which a model does not learn to see through from a few hundred molecules. Scores are those of
+no sign of their own, which a model does not learn to see through from a hundred pairs of them. Scores are those of
 a stratified 10-fold cross-validation.
 """
 
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         help="folder with the data (default: datasets/, downloaded to it if it is not there)",
     )
     parser.add_argument("--encodings", choices=ENCODINGS, nargs="+", default=list(ENCODINGS))
-    parser.add_argument("--pairs", type=int, default=150, help="of twins that are generated")
+    parser.add_argument("--pairs", type=int, default=100, help="of twins that are generated")
     parser.add_argument("--folds", type=int, default=10)
     parser.add_argument(
         "--validate",
