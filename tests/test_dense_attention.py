@@ -476,7 +476,8 @@ def test_layouts_of_operands():
     "graph, options, flash",
     [
         (CompleteGraph(257), {}, True),
-        (CompleteGraph(256), {}, False),
+        (CompleteGraph(3), {}, True),
+        (CompleteGraph.from_ptr(torch.tensor([0, 200, 400])), {}, False),
         (CompleteGraph(300, causal=True), {}, True),
         (CompleteGraph(100, num_keys=300, causal=True, offset=200), {}, True),
         (GRAPHS["large cliques"], {}, True),

@@ -129,18 +129,21 @@ def missing_edges(
 
 
 def dropout_factors(
-    seed: int, block: Block, b: int, heads: range, sizes: Sequence[int], p: float, dtype: torch.dtype
+    seed: int, block: Block, leading: slice, heads: slice, sizes: Sequence[int], p: float, dtype: torch.dtype
 ):
-    """Draw the factors ``[heads, queries, keys]`` of a block: 0 with probability p, else 1 / (1 - p).
+    """Draw the factors ``[B * heads, queries, keys]`` of a block: 0 with probability p, else 1 / (1 - p).
 
     Every block, leading index b and head draws from a generator of its own, so the draw can be made again in any order.
     ``sizes`` are the numbers of leading indices and heads.
     """
-    shape = (len(heads), block.query_end - block.query, block.key_end - block.key)
-    drawn = torch.empty(shape, dtype=dtype)
+    streams = [
+        (block.number * sizes[0] + b) * sizes[1] + head
+        for b in range(sizes[0])[leading]
+        for head in range(sizes[1])[heads]
+    ]
+    drawn = torch.empty(len(streams), block.query_end - block.query, block.key_end - block.key, dtype=dtype)
     generator = torch.Generator()
-    for factors, head in zip(drawn, heads):
-        stream = (block.number * sizes[0] + b) * sizes[1] + head
+    for factors, stream in zip(drawn, streams):
         generator.manual_seed((seed + stream * 0x9E3779B97F4A7C15) % 2**63)
         factors.uniform_(generator=generator)
     return (drawn >= p).to(dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
@@ -282,7 +285,9 @@ def _second(grads: list[Tensor], inputs: list[Any], grad_grads: list[Tensor | No
                 queries, keys = slice(block.query, block.query_end), slice(block.key, block.key_end)
                 keep = None
                 if dropout_p > 0.0:
-                    keep = dropout_factors(drawn, block, b, range(sizes[1]), sizes, dropout_p, _wide(query))
+                    keep = dropout_factors(
+                        drawn, block, slice(b, b + 1), slice(None), sizes, dropout_p, _wide(query)
+                    )
 
                 def part(n: int, x: Tensor, b=b, block=block, queries=queries, keys=keys) -> Tensor:
                     """What the n-th of the given has for this block."""

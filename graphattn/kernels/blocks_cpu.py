@@ -58,15 +58,18 @@ def forward(
     band = (offset, before, after)
 
     spans = sequences(ptr, num_queries, key.size(1), *band)
-    if _takes_flash(spans, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights):
-        if _is_whole(spans, query, key, offset, after):
+    whole = _is_whole(spans, query, key, offset, after)
+    if _takes_flash(
+        spans, whole, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
+    ):
+        if whole:
             everything = (x.transpose(1, 2) for x in (query, key, value))
             out, lse = _flash(*everything, is_causal=after is not None, scale=scale)
             return out.transpose(1, 2), lse.transpose(1, 2), weights
         out, lse = _nothing(query, value)
 
         def flash(b: int, head: int, end: int, parts: Sequence) -> None:
-            of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
+            of_query, of_key = _place(b, head * group, end * group), _place(b, head, end)
             total = None
             for queries, keys, causal in parts:
                 x, y = _flash(
@@ -101,38 +104,32 @@ def forward(
     drawn = seed.item() if dropout_p > 0.0 else 0
     masks = _Masks(band, group)
 
-    def matmul(b: int, head: int, end: int, block: Block) -> None:
+    def matmul(b: slice, head: int, end: int, block: Block) -> None:
         of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
-        keys = slice(block.key, block.key_end)
+        keys, chunk = slice(block.key, block.key_end), slice(block.query, block.query_end)
         scores, _ = _scores(
-            _grouped(query, of_query, block, group), _view(key, of_key, keys)[0], block, masks, bias, of_query[1],
+            _grouped(query, of_query, block, group), _rows_of(key, of_key, keys), block, masks, bias, of_query[1],
             scale, softcap,
         )  # fmt: skip
-        chunk = slice(block.query, block.query_end)
-        shape = (of_query[1].stop - of_query[1].start, chunk.stop - chunk.start, keys.stop - keys.start)
+        shape = _shape(of_query, block)
         if return_lse:
-            lse[b, chunk, of_query[1]] = torch.logsumexp(scores, -1).view(shape[:2]).t()
+            lse[b, chunk, of_query[1]] = torch.logsumexp(scores, -1).view(shape[:3]).transpose(1, 2)
         p = _softmax(scores)
         if return_weights:
-            weights[b, chunk, keys, of_query[1]] = p.view(shape).permute(1, 2, 0)
+            weights[b, chunk, keys, of_query[1]] = p.view(shape).permute(0, 2, 3, 1)
         if dropout_p > 0.0:
-            keep = dropout_factors(
-                drawn, block, b, range(heads)[of_query[1]], (batch, heads), dropout_p, wide
-            )
-            p.view(shape).mul_(keep)
-        x = torch.bmm(p, _view(value, of_key, keys)[0])
-        _view(out, of_query, chunk)[0].copy_(x.view(*shape[:2], x.size(2)))
+            p.mul_(dropout_factors(drawn, block, *of_query, (batch, heads), dropout_p, wide).view(p.shape))
+        x = torch.bmm(p, _rows_of(value, of_key, keys))
+        _view(out, of_query, chunk).copy_(x.view(*shape[:3], x.size(2)))
 
     blocks = [block for _, blocks in segments(ptr, num_queries, key.size(1), *band) for block in blocks]
-    _run(
-        matmul,
-        (
-            (b, *heads, block)
-            for block in blocks
-            for heads in _ranges(kv_heads, _together(block, group, kv_heads, batch * len(blocks)))
-            for b in range(batch)
-        ),
-    )
+    jobs = []
+    for block in blocks:
+        together = _together(block, group, kv_heads, batch * len(blocks))
+        few = -(-batch * len(blocks) // _JOBS)
+        leading = min(few, _leading(block, group * min(together, kv_heads)))
+        jobs += [(slice(*b), *r, block) for r in _ranges(kv_heads, together) for b in _ranges(batch, leading)]
+    _run(matmul, jobs)
     return out, lse, weights
 
 
@@ -153,10 +150,11 @@ def backward(
     band = (offset, before, after)
 
     spans = sequences(ptr, num_queries, key.size(1), *band)
+    whole = _is_whole(spans, query, key, offset, after)
     by_flash = _takes_flash(
-        spans, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
+        spans, whole, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
     )
-    if by_flash and _is_whole(spans, query, key, offset, after):
+    if by_flash and whole:
         everything = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         grads = _flash_backward(*everything, lse.transpose(1, 2), 0.0, after is not None, scale=scale)
         grads = [grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in zip(grads, inputs)]
@@ -165,7 +163,7 @@ def backward(
     if by_flash:
 
         def flash(b: int, head: int, end: int, parts: Sequence) -> None:
-            of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
+            of_query, of_key = _place(b, head * group, end * group), _place(b, head, end)
             for queries, keys, causal in parts:
                 grads = _flash_backward(
                     *(_view(x, of_query, queries) for x in (grad_out, query)),
@@ -191,46 +189,44 @@ def backward(
         if bias is not None and with_bias:
             grad_bias = bias.new_zeros(min(kv_heads, 4) if shared else 1, *bias.shape)
 
-        def matmul(batches: range, head: int, end: int, blocks: Sequence[Block], copy: int) -> None:
-            for b in batches:
-                for block in blocks:
-                    for low, high in _ranges(end - head, _together(block, group, end - head, _JOBS)):
-                        part(b, head + low, head + high, block, copy)
+        def matmul(b: slice, head: int, end: int, blocks: Sequence[Block], copy: int) -> None:
+            for block in blocks:
+                for low, high in _ranges(end - head, _together(block, group, end - head, _JOBS)):
+                    leading = _leading(block, group * (high - low))
+                    for first, last in _ranges(b.stop - b.start, leading):
+                        part(slice(b.start + first, b.start + last), head + low, head + high, block, copy)
 
-        def part(b: int, head: int, end: int, block: Block, copy: int) -> None:
+        def part(b: slice, head: int, end: int, block: Block, copy: int) -> None:
             of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
             keys, chunk = slice(block.key, block.key_end), slice(block.query, block.query_end)
             q, g = (_grouped(x, of_query, block, group) for x in (query, grad_out))
-            k, v = (_view(x, of_key, keys)[0] for x in (key, value))
+            k, v = (_rows_of(x, of_key, keys) for x in (key, value))
             scores, slope = _scores(q, k, block, masks, bias, of_query[1], scale, softcap)
-            shape = (of_query[1].stop - of_query[1].start, chunk.stop - chunk.start, keys.stop - keys.start)
+            shape = _shape(of_query, block)
             p = _softmax(scores)
             ds = torch.bmm(g, v.mT, out=scores)
             dropped = p
             if dropout_p > 0.0:
-                keep = dropout_factors(
-                    drawn, block, b, range(heads)[of_query[1]], (batch, heads), dropout_p, wide
-                )
-                keep = keep.view(p.shape)
+                keep = dropout_factors(drawn, block, *of_query, (batch, heads), dropout_p, wide).view(p.shape)
                 ds.mul_(keep)
                 dropped = p * keep
-            _add_product(_view(grad_value, of_key, keys)[0], dropped, g, group)
+            _add_product(_view(grad_value, of_key, keys), dropped, g, group)
             if grad_weights.numel():
-                flowing = grad_weights[b, chunk, keys, of_query[1]].permute(2, 0, 1).reshape(p.shape)
+                flowing = grad_weights[b, chunk, keys, of_query[1]].permute(0, 3, 1, 2).reshape(p.shape)
                 mask = masks.of(block, q.dtype)
                 # What flows into a place without an edge counts for nothing, not even if it is NaN.
                 ds.add_(flowing if mask is None else flowing.masked_fill(mask == -math.inf, 0.0))
             ds = _softmax_backward(ds, p, -1, wide)
             if grad_lse.numel():
-                ds.addcmul_(p, grad_lse[b, chunk, of_query[1]].t().reshape(*p.shape[:2], 1))
+                ds.addcmul_(p, grad_lse[b, chunk, of_query[1]].transpose(1, 2).reshape(*p.shape[:2], 1))
             if with_bias:
                 total = of_block(grad_bias[copy], block, of_query[1])
-                total.add_(ds.view(shape).sum_to_size(total.shape))
+                total.add_(ds.view(shape).sum_to_size(1, *total.shape)[0])
             if slope is not None:
                 ds.mul_(slope)
             x = torch.bmm(ds.mul_(scale), k)
-            _view(grad_query, of_query, chunk)[0].copy_(x.view(*shape[:2], x.size(2)))
-            _add_product(_view(grad_key, of_key, keys)[0], ds, q, group)
+            _view(grad_query, of_query, chunk).copy_(x.view(*shape[:3], x.size(2)))
+            _add_product(_view(grad_key, of_key, keys), ds, q, group)
 
         groups = segments(ptr, num_queries, key.size(1), *band)
         for parity in (0, 1):
@@ -240,17 +236,19 @@ def backward(
                 everything = [block for blocks in chosen for block in blocks]
                 ranges = list(_ranges(kv_heads, -(-kv_heads // len(grad_bias)) if shared else 1))
                 jobs = [
-                    (range(batch), *r, everything, n if shared else 0)
+                    (slice(0, batch), *r, everything, n if shared else 0)
                     for n, r in enumerate(ranges)
                     if everything
                 ]
             else:
-                size = min(kv_heads, -(-batch * len(chosen) * kv_heads // _JOBS))  # heads of a job
+                size = -(
+                    -batch * len(chosen) * kv_heads // _JOBS
+                )  # of a job: pairs of a leading index and a head
                 jobs = [
-                    (range(b, b + 1), *r, blocks, 0)
+                    (slice(*b), *r, blocks, 0)
                     for blocks in sorted(chosen, key=_size, reverse=True)
-                    for b in range(batch)
-                    for r in _ranges(kv_heads, size)
+                    for b in _ranges(batch, max(1, size // kv_heads))
+                    for r in _ranges(kv_heads, min(kv_heads, size))
                 ]
             _run(matmul, jobs)
         if with_bias:
@@ -264,19 +262,21 @@ def backward(
 
 
 def _takes_flash(
-    spans, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
+    spans, whole, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
 ) -> bool:
-    """Whether PyTorch's flash attention has all that is asked for; among few keys it is no faster and less exact.
+    """Whether PyTorch's flash attention has all that is asked for; called again and again for few keys it is no faster.
 
-    It removes edges before it multiplies by the scale, which must not turn -inf around.
+    It removes edges before it multiplies by the scale, which must not turn -inf around. Where heads share few keys, its
+    long sums over all of them are less exact.
     """
     options = bias is not None or softcap or dropout_p or return_lse or return_weights
+    whole = whole and query.size(2) == value.size(2)
     return (
         before is None
         and not options
         and scale > 0.0
         and query.size(3) == value.size(3)
-        and any(key_end - key > _FEW_KEYS for _, _, key, key_end in spans)
+        and (whole or any(key_end - key > _FEW_KEYS for _, _, key, key_end in spans))
     )
 
 
@@ -304,25 +304,44 @@ def _rows(x: Tensor, wide: torch.dtype) -> Tensor:
     return x.contiguous()
 
 
-def _view(x: Tensor, place: tuple[int, slice], nodes: slice) -> Tensor:
-    """Some nodes of one leading index and some heads as PyTorch's attention takes them: ``[1, heads, nodes, dim]``."""
+_Place = tuple[slice, slice]  # leading indices and heads
+
+
+def _place(b: int, head: int, end: int) -> _Place:
+    return slice(b, b + 1), slice(head, end)
+
+
+def _shape(place: _Place, block: Block) -> tuple[int, int, int, int]:
+    """Of the scores of a block: leading indices, heads, queries, keys."""
     b, heads = place
-    return x[b : b + 1, nodes, heads].transpose(1, 2)
+    sizes = block.query_end - block.query, block.key_end - block.key
+    return b.stop - b.start, heads.stop - heads.start, *sizes
 
 
-def _grouped(x: Tensor, place: tuple[int, slice], block: Block, group: int) -> Tensor:
-    """The queries of a block, those of the heads that share a key one below the other: ``[kv_heads, rows, dim]``."""
-    x = _view(x, place, slice(block.query, block.query_end))[0]
+def _view(x: Tensor, place: _Place, nodes: slice) -> Tensor:
+    """Some nodes of some leading indices and heads as PyTorch's attention takes them: ``[B, heads, nodes, dim]``."""
+    return x[place[0], nodes, place[1]].transpose(1, 2)
+
+
+def _rows_of(x: Tensor, place: _Place, nodes: slice) -> Tensor:
+    """The same as batched products take them, ``[B * heads, nodes, dim]``: a copy only of several leading indices."""
+    return _view(x, place, nodes).flatten(0, 1)
+
+
+def _grouped(x: Tensor, place: _Place, block: Block, group: int) -> Tensor:
+    """The queries of a block, those of heads that share a key one below the other: ``[B * kv_heads, rows, dim]``."""
+    x = _rows_of(x, place, slice(block.query, block.query_end))
     return x if group == 1 else x.reshape(x.size(0) // group, group * x.size(1), x.size(2))
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor, group: int) -> None:
     """``total += xᵀ y``, head by head where several share a key: long sums in one go would lose digits."""
-    if group == 1:
-        total.baddbmm_(x.mT, y)
+    if group == 1 and total.size(0) == 1:
+        total[0].baddbmm_(x.mT, y)
         return
     x, y = (z.reshape(z.size(0) * group, z.size(1) // group, z.size(2)) for z in (x, y))
-    total.add_(torch.bmm(x.mT, y).view(total.size(0), group, *total.shape[1:]).sum(1))
+    product = torch.bmm(x.mT, y).view(*total.shape[:2], group, *total.shape[2:])
+    total.add_(product.sum(2) if group > 1 else product.squeeze(2))
 
 
 class _Masks:
@@ -348,7 +367,7 @@ class _Masks:
 
 
 def _scores(q, k, block, masks, bias, heads, scale, softcap) -> tuple[Tensor, Tensor | None]:
-    """The scores ``[kv_heads, rows, keys]`` of a block, and the slope of the soft cap at them."""
+    """The scores ``[B * kv_heads, rows, keys]`` of a block, and the slope of the soft cap at them."""
     mask, slope = masks.of(block, q.dtype), None
     if mask is not None and bias is None and not softcap:
         return torch.baddbmm(mask, q, k.mT, alpha=scale), None
@@ -358,7 +377,7 @@ def _scores(q, k, block, masks, bias, heads, scale, softcap) -> tuple[Tensor, Te
         slope = scores.square().neg_().add_(1.0)
         scores.mul_(softcap)
     if bias is not None:
-        by_head = scores.view(heads.stop - heads.start, -1, scores.size(2))
+        by_head = scores.view(-1, heads.stop - heads.start, block.query_end - block.query, scores.size(2))
         by_head.add_(of_block(bias, block, heads))
     if mask is not None:
         scores.masked_fill_(mask < 0.0, -math.inf)
@@ -410,10 +429,15 @@ def _together(block: Block, group: int, kv_heads: int, jobs: int) -> int:
     return most if jobs >= _JOBS else min(most, -(-kv_heads // 4))
 
 
+def _leading(block: Block, heads: int) -> int:
+    """How many leading indices of a block to work on together: one would keep a thread busy with calls."""
+    return max(1, _SCORES // max(1, _cost(block[:4]) * heads))
+
+
 def _ranges(heads: int, most: int) -> Iterable[tuple[int, int]]:
-    """Cut the heads into ranges of about one size, at most so many each."""
-    parts = -(-heads // min(most, heads))
-    cuts = [heads * n // parts for n in range(parts + 1)]
+    """Cut the heads, or leading indices, into ranges of about one size, at most so many each."""
+    parts = -(-heads // max(1, most))
+    cuts = [heads * n // parts for n in range(parts + 1)] if parts else []
     return itertools.pairwise(cuts)
 
 
