@@ -23,6 +23,7 @@ from graphattn.kernels.threads import workers
 
 _SCORES = 2**18  # scores worked on together
 _JOBS = 16  # jobs that keep the threads busy without a cut by heads
+_PIECE = 2048  # keys of a sum
 _FEW_KEYS = 256
 _QUERIES = 2048  # of one flash call, so that a single head has more than one job
 
@@ -120,7 +121,7 @@ def forward(
                 drawn, block, b, range(heads)[of_query[1]], (batch, heads), dropout_p, wide
             )
             p.view(shape).mul_(keep)
-        x = torch.bmm(p, _view(value, of_key, keys)[0])
+        x = _over_keys(p, _view(value, of_key, keys)[0])
         _view(out, of_query, chunk)[0].copy_(x.view(*shape[:2], x.size(2)))
 
     blocks = [block for _, blocks in segments(ptr, num_queries, key.size(1), *band) for block in blocks]
@@ -228,7 +229,7 @@ def backward(
                 total.add_(ds.view(shape).sum_to_size(total.shape))
             if slope is not None:
                 ds.mul_(slope)
-            x = torch.bmm(ds.mul_(scale), k)
+            x = _over_keys(ds.mul_(scale), k)
             _view(grad_query, of_query, chunk)[0].copy_(x.view(*shape[:2], x.size(2)))
             _add_product(_view(grad_key, of_key, keys)[0], ds, q, group)
 
@@ -288,6 +289,16 @@ def _is_whole(spans, query: Tensor, key: Tensor, offset: int, after: int | None)
     square = after is None or offset + after == 0
     one = spans == [(0, query.size(1), 0, key.size(1))] and query.size(0) * query.size(2) > 1
     return one and square
+
+
+def _over_keys(weights: Tensor, x: Tensor) -> Tensor:
+    """The product ``[heads, queries, keys] @ [heads, keys, dim]``; in one go, long sums would lose digits."""
+    if x.size(1) <= _PIECE:
+        return torch.bmm(weights, x)
+    total = torch.zeros(*weights.shape[:2], x.size(2), dtype=torch.float64)
+    for part, rows in zip(weights.split(_PIECE, 2), x.split(_PIECE, 1)):
+        total += torch.bmm(part, rows)
+    return total.to(x.dtype)
 
 
 def _nothing(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
