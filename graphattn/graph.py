@@ -1457,6 +1457,7 @@ def _from_adjacency(A: Any) -> SparseGraph:
                 )
             others = _rows_of(ptr, ids, ptr_name, ids_name)
             row, col = (others, ids) if by_row else (ids, others)
+    _check_count("the number of edges", col.numel())
     return SparseGraph.from_edge_index(torch.stack([col.long(), row.long()]), size=(num_keys, num_queries))
 
 
@@ -1469,6 +1470,7 @@ def _rows_of(ptr: Tensor, ids: Tensor, ptr_name: str, ids_name: str) -> Tensor:
                 else type(tensor).__name__
             )
             raise ValueError(f"`{name}` must be a one-dimensional integer tensor, got {got}.")
+        _check_count(f"the length of `{name}`", tensor.numel())
     counts = ptr.long().diff()
     if ptr.numel() == 0 or ptr[0] != 0 or ptr[-1] != ids.numel() or (counts < 0).any():
         raise ValueError(f"`{ptr_name}` must rise from 0 to len({ids_name}) = {ids.numel()} without falling.")

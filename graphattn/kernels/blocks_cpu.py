@@ -23,6 +23,7 @@ from graphattn.kernels.threads import workers
 
 _SCORES = 2**18  # scores worked on together
 _JOBS = 16  # jobs that keep the threads busy without a cut by heads
+_PIECE = 2048  # keys of a sum
 _FEW_KEYS = 256
 _QUERIES = 2048  # of one flash call, so that a single head has more than one job
 
@@ -119,7 +120,7 @@ def forward(
             weights[b, chunk, keys, of_query[1]] = p.view(shape).permute(0, 2, 3, 1)
         if dropout_p > 0.0:
             p.mul_(dropout_factors(drawn, block, *of_query, (batch, heads), dropout_p, wide).view(p.shape))
-        x = torch.bmm(p, _rows_of(value, of_key, keys))
+        x = _over_keys(p, _rows_of(value, of_key, keys))
         _view(out, of_query, chunk).copy_(x.view(*shape[:3], x.size(2)))
 
     blocks = [block for _, blocks in segments(ptr, num_queries, key.size(1), *band) for block in blocks]
@@ -224,7 +225,7 @@ def backward(
                 total.add_(ds.view(shape).sum_to_size(1, *total.shape)[0])
             if slope is not None:
                 ds.mul_(slope)
-            x = torch.bmm(ds.mul_(scale), k)
+            x = _over_keys(ds.mul_(scale), k)
             _view(grad_query, of_query, chunk).copy_(x.view(*shape[:3], x.size(2)))
             _add_product(_view(grad_key, of_key, keys), ds, q, group)
 
@@ -288,6 +289,16 @@ def _is_whole(spans, query: Tensor, key: Tensor, offset: int, after: int | None)
     square = after is None or offset + after == 0
     one = spans == [(0, query.size(1), 0, key.size(1))] and query.size(0) * query.size(2) > 1
     return one and square
+
+
+def _over_keys(weights: Tensor, x: Tensor) -> Tensor:
+    """The product ``[heads, queries, keys] @ [heads, keys, dim]``; in one go, long sums would lose digits."""
+    if x.size(1) <= _PIECE:
+        return torch.bmm(weights, x)
+    total = torch.zeros(*weights.shape[:2], x.size(2), dtype=torch.float64)
+    for part, rows in zip(weights.split(_PIECE, 2), x.split(_PIECE, 1)):
+        total += torch.bmm(part, rows)
+    return total.to(x.dtype)
 
 
 def _nothing(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
