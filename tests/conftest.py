@@ -23,3 +23,6 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+# A plugin for a process of its own: imported to look for doctests, it would put the interpreter under every test.
+collect_ignore = ["triton_interpreter.py"]
