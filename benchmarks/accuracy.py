@@ -102,7 +102,7 @@ def scores(data: Data, split: int, settings: Settings, seed: int) -> dict[str, s
         "test": f"{run.test:.6f}",
         "epoch": run.epoch,
         "epochs": int(run.history[-1]["epoch"]),
-        "seconds": f"{time.perf_counter() - start:.1f}",
+        "seconds": f"{time.perf_counter() - start:.3f}",
     }
 
 
