@@ -58,38 +58,42 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(options.threads)
     origin = machine_and_versions(("../graphattn", "../examples", "../datasets", "."))
-    progress = tqdm(total=len(options.dataset) * options.splits, unit="run", disable=None)
-    for name in options.dataset:
-        settings = SETTINGS[name]
-        if options.epochs is not None:
-            settings = replace(settings, epochs=options.epochs)
+    with tqdm(total=len(options.dataset) * options.splits, unit="run", disable=None) as progress:
         try:
-            data = prepare(datasets.load(name, options.root), settings)
+            for name in options.dataset:
+                _measure(name, options, origin, progress)
         except (OSError, ValueError) as error:  # what it says is all there is to know
-            progress.close()
-            print(error, file=sys.stderr)
+            tqdm.write(str(error), file=sys.stderr)
             return 1
-        num_splits = data.train_mask.size(1) if data.train_mask.dim() == 2 else 1
-        if 1 < num_splits < options.splits:
-            progress.close()
-            print(f"{name} has {num_splits} splits, --splits asks for {options.splits}.", file=sys.stderr)
-            return 1
-        for number in range(options.splits):
-            split, seed = number % num_splits, options.seed + number
-            run = {"dataset": name, "split": split, "seed": seed, "settings": json.dumps(asdict(settings))}
-            progress.set_description(f"{name}, split {split}, seed {seed}")
-            if options.resume and any(_same(row, run) for row in read_rows(options.out)):
-                tqdm.write(f"{name}, split {split}, seed {seed}: in {options.out} already")
-            else:
-                row = {**origin, **run, "threads": options.threads, **scores(data, split, settings, seed)}
-                add_row(options.out, row)
-                tqdm.write(
-                    f"{name}, split {split}, seed {seed}: validation {row['metric']} {row['val']}, test "
-                    f"{row['test']}, epoch {row['epoch']} of {row['epochs']}, {row['seconds']} s"
-                )
-            progress.update()
-    progress.close()
+        except KeyboardInterrupt:
+            message = f"Interrupted: the runs that ended are in {options.out}, --resume goes on after them."
+            tqdm.write(message, file=sys.stderr)
+            return 130
     return 0
+
+
+def _measure(name: str, options: argparse.Namespace, origin: dict[str, str | int], progress: tqdm) -> None:
+    settings = SETTINGS[name]
+    if options.epochs is not None:
+        settings = replace(settings, epochs=options.epochs)
+    data = prepare(datasets.load(name, options.root), settings)
+    num_splits = data.train_mask.size(1) if data.train_mask.dim() == 2 else 1
+    if 1 < num_splits < options.splits:
+        raise ValueError(f"{name} has {num_splits} splits, --splits asks for {options.splits}.")
+    for number in range(options.splits):
+        split, seed = number % num_splits, options.seed + number
+        run = {"dataset": name, "split": split, "seed": seed, "settings": json.dumps(asdict(settings))}
+        progress.set_description(f"{name}, split {split}, seed {seed}")
+        if options.resume and any(_same(row, run) for row in read_rows(options.out)):
+            tqdm.write(f"{name}, split {split}, seed {seed}: in {options.out} already")
+        else:
+            row = {**origin, **run, "threads": options.threads, **scores(data, split, settings, seed)}
+            add_row(options.out, row)
+            tqdm.write(
+                f"{name}, split {split}, seed {seed}: validation {row['metric']} {row['val']}, test "
+                f"{row['test']}, epoch {row['epoch']} of {row['epochs']}, {row['seconds']} s"
+            )
+        progress.update()
 
 
 def scores(data: Data, split: int, settings: Settings, seed: int) -> dict[str, str | int]:
@@ -102,7 +106,7 @@ def scores(data: Data, split: int, settings: Settings, seed: int) -> dict[str, s
         "test": f"{run.test:.6f}",
         "epoch": run.epoch,
         "epochs": int(run.history[-1]["epoch"]),
-        "seconds": f"{time.perf_counter() - start:.1f}",
+        "seconds": f"{time.perf_counter() - start:.3f}",
     }
 
 
@@ -137,7 +141,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="of each run (default: as set for the data set)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=ACCURACY_RESULTS)
-    parser.add_argument("--resume", action="store_true", help="leave out the runs that the file has")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out runs that the file has with these settings"
+    )
     options = parser.parse_args(arguments)
     for name in ("splits", "epochs", "threads"):
         number = getattr(options, name)

@@ -70,7 +70,7 @@ def test_a_row_for_every_run(tmp_path, capsys):
     assert rows[1]["test"] in capsys.readouterr().out
 
 
-def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
     whole, out = tmp_path / "whole.csv", tmp_path / "interrupted.csv"
     run(whole)
     calls = []
@@ -82,8 +82,8 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
         return node_classification.train(layer, data, settings, seed)
 
     monkeypatch.setattr(accuracy, "train", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(out)
+    assert run(out) == 130
+    assert f"the runs that ended are in {out}, --resume goes on" in capsys.readouterr().err
     assert measured(out) == measured(whole)[:2]
     assert [path.name for path in tmp_path.glob("interrupted*")] == ["interrupted.csv"]
     finished = read_rows(out)
