@@ -167,13 +167,11 @@ def _is_writable(folder: Path) -> bool:
 
 def _compiled(folder: Path, kernel: Any) -> str:
     """For how many kinds of arguments the cache holds each function of the file that `kernel` is in, as it is now."""
-    from numba.core.caching import IndexDataCacheFile
-
-    source = kernel._cache._impl
+    source, files = kernel._cache._impl, kernel._cache._cache_file
     stem, tag = source.filename_base.split(".")[0], source.filename_base.rpartition(".")[2]
     counts = {}
     for file in sorted(folder.glob(f"{stem}.*.{tag}.nbi")):
-        index = IndexDataCacheFile(folder, file.stem, source.locator.get_source_stamp())._load_index()
+        index = type(files)(folder, file.stem, files._source_stamp)._load_index()
         if index:
             counts[file.name.split("-")[0].rpartition(".")[2]] = len(index)
     return (

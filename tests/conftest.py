@@ -24,5 +24,6 @@ def poisoned_memory():
     yield
     torch.use_deterministic_algorithms(False)
 
+
 # A plugin for a process of its own: imported to look for doctests, it would put the interpreter under every test.
 collect_ignore = ["triton_interpreter.py"]

@@ -308,7 +308,7 @@ def check_count(name: str, n: Any, least: int) -> None:
 def check_probability(name: str, p: Any) -> None:
     if isinstance(p, bool) or not isinstance(p, Real):
         raise TypeError(f"`{name}` must be a number in [0, 1], got {type(p).__name__}.")
-    if not 0.0 <= float(p) <= 1.0:
+    if not 0 <= p <= 1:  # fractions may be too large for a float
         raise ValueError(f"`{name}` must be a probability in [0, 1], got {p}.")
 
 

@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -468,8 +469,11 @@ def registered(monkeypatch):
     library.AttentionInterface = SimpleNamespace(register=attention.__setitem__)
     library.AttentionMaskInterface = SimpleNamespace(register=masks.__setitem__)
     masking.sdpa_mask = object()
+    utils = ModuleType("transformers.utils")
+    utils.output_capturing = SimpleNamespace(_active_collector=ContextVar("collector", default=None))
     monkeypatch.setitem(sys.modules, "transformers", library)
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", masking)
+    monkeypatch.setitem(sys.modules, "transformers.utils", utils)
     register("named")
     assert attention.keys() == {"named"} and masks == {"named": masking.sdpa_mask}
     return attention["named"]

@@ -259,7 +259,7 @@ def test_one_rule_for_mixed_precision():
         graph_attention(*3 * [query.bfloat16()], graph, bias=torch.zeros(9, 1))
     with pytest.raises(TypeError, match=r"`query` and `key`.*bfloat16 and torch.float32"):
         graph_attention(query.bfloat16(), query, query, graph)
-    with pytest.raises(RuntimeError, match="dtype"):  # the projection's, as of any layer of PyTorch
+    with pytest.raises(TypeError, match=r"dtype of the layer's weights, torch.float32, got torch.float64"):
         conv(x.double(), edge_index, e)
 
 
