@@ -351,9 +351,11 @@ def test_a_thousand_steps_on_changing_graphs_leave_nothing():
         variants = [len(kernel.signatures) for kernel in [*kernels, graph_module._counting_sort]]
         return live_tensors(), len(graph_module._built), threading.active_count(), variants
 
+    gc.collect()
+    kept = len(graph_module._built)  # by other tests
     steps(200)
     before, resident = state(), psutil.Process().memory_info().rss
     steps(800)
     assert state() == before
-    assert before[1] == 0
+    assert before[1] <= kept
     assert psutil.Process().memory_info().rss - resident < 16 * 2**20

@@ -35,7 +35,7 @@ _PROGRAMS = 512  # that keep a GPU busy
 # Rows, far ends and warps of a program by bytes of a number and numbers of a head: as many as registers have room for.
 _TILES = {
     2: {64: (64, 64, 4), 128: (64, 32, 8), 256: (32, 32, 8), 512: (16, 16, 8)},
-    4: {16: (64, 32, 4), 64: (64, 32, 8), 128: (32, 16, 8), 512: (16, 16, 8)},
+    4: {16: (64, 32, 4), 64: (64, 16, 8), 128: (32, 16, 8), 512: (16, 16, 8)},
     8: {64: (32, 16, 8), 512: (16, 16, 8)},
 }
 _SUMMED = 8192  # far ends that one program adds up in float32
