@@ -282,6 +282,17 @@ def test_a_trained_model_made_local(radius):
     torch.testing.assert_close(full(x), plain(x))
 
 
+def test_graphs_of_few_sizes_are_kept():
+    """Images of many sizes: what they need is made again, and gives the same."""
+    model = VisionTransformer(8, 2, 3, dim=8, depth=1, heads=2, mlp_dim=8, radius=1).eval()
+    images = {n: torch.randn(1, 3, 2 * n, 4) for n in range(1, 13)}
+    first = {n: model(x) for n, x in images.items()}
+    assert len(model._graphs) == 8
+    for n, x in images.items():
+        assert torch.equal(model(x), first[n])
+    assert len(model._graphs) == 8
+
+
 def test_graphs():
     options = {"dim": 8, "depth": 1, "heads": 2, "mlp_dim": 8}
     assert isinstance(VisionTransformer(16, 4, 5, **options).patch_graph(4, 4), CompleteGraph)

@@ -19,6 +19,8 @@ from graphattn.nn.attention import check_heads
 from graphattn.nn.conv import check_count, check_dense, check_probability
 from graphattn.nn.transformer import GraphTransformerLayer
 
+_KEPT = 8  # graphs of the last image sizes
+
 
 class VisionTransformer(torch.nn.Module):
     r"""A Vision Transformer: an image is a graph of patches, and the graph decides who attends to whom.
@@ -205,6 +207,8 @@ class VisionTransformer(torch.nn.Module):
             kept = self.patch_graph(height, width).to(device)
             if not torch.compiler.is_compiling():  # what a tracer sees is no graph to keep
                 self._graphs[size] = kept
+                while len(self._graphs) > _KEPT:
+                    del self._graphs[next(iter(self._graphs))]
         return kept
 
     def _positions(self, height: int, width: int) -> Tensor:
