@@ -384,14 +384,15 @@ def test_export_with_any_number_of_images(options, called_before):
     torch.testing.assert_close(model(x), expected)  # tracing left nothing behind
 
 
-def test_compile_after_the_first_call():
-    for radius in (None, 1):
-        model, x = small(radius=radius), torch.randn(2, 3, 8, 8)
-        expected = model(x)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x), expected)
-        exported = torch.export.export(model, (x,))
-        torch.testing.assert_close(exported.module()(x), expected)
+@pytest.mark.parametrize("radius", [None, 1])
+@pytest.mark.parametrize("called", [False, True])
+def test_compile(radius, called):
+    model, x = small(radius=radius), torch.randn(2, 3, 8, 8)
+    expected = model(x) if called else copy.deepcopy(model)(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    exported = torch.export.export(model, (x,))
+    torch.testing.assert_close(exported.module()(x), expected)
 
 
 # --- bad input ------------------------------------------------------------------------------------------

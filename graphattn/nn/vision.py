@@ -36,8 +36,8 @@ class VisionTransformer(torch.nn.Module):
 
     Images may have any size: the grid of position embeddings is resampled (bicubic, antialiased) where an image
     has another grid of patches than it; on the same grid it is used as it is. A graph is built on the first call
-    with a size and kept; compile with `fullgraph=True` after that call. `torch.export` needs no call before, but
-    a model exported without one builds its graph anew in every call.
+    with a size and kept. `torch.compile` and `torch.export` need no call before, but a model compiled or exported
+    without one builds its graph anew in every call.
 
     Args:
         image_size: height and width that the position embeddings are made for, an int or a pair.
