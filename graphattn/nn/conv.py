@@ -308,7 +308,8 @@ def check_count(name: str, n: Any, least: int) -> None:
 def check_probability(name: str, p: Any) -> None:
     if isinstance(p, bool) or not isinstance(p, Real):
         raise TypeError(f"`{name}` must be a number in [0, 1], got {type(p).__name__}.")
-    if not 0 <= p <= 1:  # fractions may be too large for a float
+    number: Any = p  # not as a float: fractions may be too large for one
+    if not 0 <= number <= 1:
         raise ValueError(f"`{name}` must be a probability in [0, 1], got {p}.")
 
 

@@ -336,8 +336,9 @@ class GPSConv(pyg.GPSConv):
             _check_attention_arguments(attn_kwargs, channels)
         if norm is not None and not isinstance(norm, (str, torch.nn.Module)):
             raise TypeError(f"`norm` must be a str, a module or None, got {type(norm).__name__}.")
+        any_norm: Any = norm  # PyG takes modules too
         super().__init__(
-            channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs
+            channels, conv, heads, dropout, act, act_kwargs, any_norm, norm_kwargs, attn_type, attn_kwargs
         )
         if isinstance(self.attn, torch.nn.MultiheadAttention):
             self.attn = _on_graphs(self.attn)
