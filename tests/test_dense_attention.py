@@ -126,6 +126,8 @@ def test_dtypes(name, dtype):
         {"heads": 8, "kv_heads": 1},
         {"leading": (2, 3)},
         {"leading": (0,)},
+        {"leading": (40,)},
+        {**ALL, "leading": (40,)},
         {"scale": 0.0},
         {"scale": -0.5},
         {"softcap": 0.5},
@@ -141,14 +143,16 @@ def test_options(name, options):
     assert_out_agrees(GRAPHS[name], case)
 
 
-MATRICES = {
-    "complete": CompleteGraph(70),
-    "causal": CompleteGraph(70, num_keys=130, causal=True, offset=3),
-    "one side": WindowGraph(100, (None, 5)),
+MATRICES = {  # and how many leading indices: of many, several share a matrix product
+    "complete": (CompleteGraph(70), 2),
+    "causal": (CompleteGraph(70, num_keys=130, causal=True, offset=3), 2),
+    "one side": (WindowGraph(100, (None, 5)), 2),
+    "complete, many leading": (CompleteGraph(5), 40),
+    "causal, many leading": (CompleteGraph(9, num_keys=7, causal=True, offset=1), 40),
 }
 
 
-@pytest.mark.parametrize("graph", MATRICES.values(), ids=MATRICES)
+@pytest.mark.parametrize("graph, leading", MATRICES.values(), ids=MATRICES)
 @pytest.mark.parametrize(
     "shape, dtype",
     [
@@ -156,9 +160,9 @@ MATRICES = {
         ("1kh", torch.bfloat16),
     ],
 )
-def test_bias(graph, shape, dtype):
+def test_bias(graph, leading, shape, dtype):
     """Values, lse, weights and every gradient with a bias that broadcasts; NaN where there is no edge."""
-    case = oracle.draw_case(listed(graph), dtype=dtype, heads=4, kv_heads=2, leading=(2,))
+    case = oracle.draw_case(listed(graph), dtype=dtype, heads=4, kv_heads=2, leading=(leading,))
     sizes = {"q": graph.num_queries, "k": graph.num_keys, "h": 4, "1": 1}
     bias = torch.randn([sizes[axis] for axis in shape])
     if "k" in shape:
@@ -167,14 +171,14 @@ def test_bias(graph, shape, dtype):
         bias[0] = -math.inf
         bias[~graph.to_mask()] = math.nan
     case = dataclasses.replace(case, operands={**case.operands, "bias": bias.to(dtype)})
-    grad_weights = torch.randn(2, *graph.edge_shape, 4)
+    grad_weights = torch.randn(leading, *graph.edge_shape, 4)
 
     def by_edges(precision):
         def operator(case, operands):
             everywhere = operands["bias"].expand(*graph.edge_shape, 4).reshape(-1, 4)
             operands = {**operands, "bias": everywhere[graph.slots()]}
             out, lse, weights = oracle.attention(**operands, edge_index=case.edge_index, precision=precision)
-            flowing = grad_weights.view(2, -1, 4)[:, graph.slots()].to(precision)
+            flowing = grad_weights.view(leading, -1, 4)[:, graph.slots()].to(precision)
             return out, lse + (weights * flowing).sum() * 0.01
 
         return operator
@@ -193,25 +197,28 @@ def test_bias(graph, shape, dtype):
         )
 
 
-@pytest.mark.parametrize("graph", MATRICES.values(), ids=MATRICES)
-def test_weights(graph):
-    case = oracle.draw_case(listed(graph), heads=4, kv_heads=2, leading=(2,))
+@pytest.mark.parametrize("graph, leading", MATRICES.values(), ids=MATRICES)
+def test_weights(graph, leading):
+    case = oracle.draw_case(listed(graph), heads=4, kv_heads=2, leading=(leading,))
     query, key = case.operands["query"], case.operands["key"]
     weights = attention_weights(query, key, graph)
     _, _, exact = oracle.attention(**case.operands, edge_index=case.edge_index)
-    dense = torch.zeros(2, graph.num_queries * graph.num_keys, 4, dtype=torch.float64)
+    dense = torch.zeros(leading, graph.num_queries * graph.num_keys, 4, dtype=torch.float64)
     dense[:, graph.slots()] = exact
-    torch.testing.assert_close(weights, dense.view(2, *graph.edge_shape, 4), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weights, dense.view(leading, *graph.edge_shape, 4), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
-@pytest.mark.parametrize("name", ["65 nodes", "cliques", "window of 300", "causal from 1"])
-def test_dropout(name, p):
+@pytest.mark.parametrize(
+    "name, leading",
+    [("65 nodes", 2), ("cliques", 2), ("window of 300", 2), ("causal from 1", 2), ("many keys", 40)],
+)
+def test_dropout(name, leading, p):
     """The draw is read off with values that pick a key, and is what the gradients use too."""
     graph = GRAPHS[name]
-    case = oracle.draw_case(listed(graph), heads=4, kv_heads=2, leading=(2,))
+    case = oracle.draw_case(listed(graph), heads=4, kv_heads=2, leading=(leading,))
     query, key = case.operands["query"], case.operands["key"]
-    picks = torch.eye(graph.num_keys, dtype=torch.float64).unsqueeze(1).expand(2, -1, 2, -1)
+    picks = torch.eye(graph.num_keys, dtype=torch.float64).unsqueeze(1).expand(leading, -1, 2, -1)
     torch.manual_seed(1)
     dropped = graph_attention(query, key, picks, graph, dropout_p=p)
     torch.manual_seed(1)
@@ -224,10 +231,10 @@ def test_dropout(name, p):
     count = kept.numel()
     assert abs(kept.mean().item() - (1 - p)) <= 5 * math.sqrt(p * (1 - p) / count)
     # No two of the leading indices and heads share a draw.
-    draws = kept.permute(0, 2, 1).reshape(8, -1)
+    draws = kept.permute(0, 2, 1).reshape(4 * leading, -1)
     if p < 1:
         agreement = (draws.unsqueeze(0) == draws.unsqueeze(1)).double().mean(-1)
-        assert (agreement - torch.eye(8)).max() < 0.75
+        assert (agreement - torch.eye(4 * leading)).max() < 0.75
     assert_out_agrees(graph, case, keep=keep, seed=1, dropout_p=p)
 
 
