@@ -242,9 +242,8 @@ def backward(
                     if everything
                 ]
             else:
-                size = -(
-                    -batch * len(chosen) * kv_heads // _JOBS
-                )  # of a job: pairs of a leading index and a head
+                # Pairs of a leading index and a head in a job.
+                size = -(-batch * len(chosen) * kv_heads // _JOBS)
                 jobs = [
                     (slice(*b), *r, blocks, 0)
                     for blocks in sorted(chosen, key=_size, reverse=True)
