@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.blocks import Block, dropout_factors, missing_edges, of_block, segments, sequences
-from graphattn.kernels.threads import workers
+from graphattn.kernels.threads import serially_in_parallel
 
 _SCORES = 2**18  # scores worked on together
 _JOBS = 16  # jobs that keep the threads busy without a cut by heads
@@ -454,7 +454,7 @@ def _ranges(heads: int, most: int) -> Iterable[tuple[int, int]]:
 def _run(job: Callable[..., None], items: Iterable[tuple]) -> None:
     """Do the jobs on as many threads as PyTorch uses, each serially; threads take job after job."""
     items = list(items)
-    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+    threads, inference = min(torch.get_num_threads(), len(items)), torch.is_inference_mode_enabled()
     left = iter(items)
 
     def work() -> None:
@@ -462,9 +462,7 @@ def _run(job: Callable[..., None], items: Iterable[tuple]) -> None:
             for item in left:
                 job(*item)
 
-    if threads == 1 or not items:
+    if torch.get_num_threads() == 1:
         work()
-        return
-    pool = workers(threads)
-    for helper in [pool.submit(work) for _ in range(min(threads, len(items)))]:
-        helper.result()
+    elif items:
+        serially_in_parallel(work, threads)

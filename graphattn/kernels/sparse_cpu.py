@@ -24,16 +24,16 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+from numba import from_dtype, njit, types
 from torch import Tensor
 
 from graphattn.compiled import compiled
 from graphattn.kernels import vector
-from graphattn.kernels.threads import workers
+from graphattn.kernels.threads import c_function, in_parallel
 from graphattn.kernels.vector import (
     after,
     exp,
@@ -44,6 +44,7 @@ from graphattn.kernels.vector import (
     per_line,
     pointer,
     prefetch,
+    record,
     splat,
     store,
     take,
@@ -56,7 +57,7 @@ from graphattn.kernels.vector import (
 BLOCK = 32  # edges worked on together
 PIECE = 2048  # longer rows are cut into pieces of so many edges: for balance, and for sums of bounded length
 _AHEAD = 8  # edges between asking for a row and reading it
-_SERIAL_WORK = 1_000_000  # multiply-adds below which more threads cost more than they save
+_SERIAL_WORK = 250_000  # multiply-adds below which more threads cost more than they save
 _AXIS = 8  # numbers that describe an axis
 _PARTS = 6  # parts of the work for each thread, so that rows of different cost even out
 _FIXED_DIMS = (8, 16, 32, 64, 128)  # a kernel with the dim compiled in is up to a third faster
@@ -67,11 +68,13 @@ _NUMBERS = (
     "heads", "dim", "value_dim", "features", "key_row", "value_row", "grouped", "num_rows", "num_pieces",
     "num_far", "num_edges", "bias_edge_step", "bias_query_step", "bias_head_step", "grad_bias_by_edge",
     "grad_bias_query_step", "grad_bias_job_step", "pair_step", "axes", "by_query", "numbered", "query_slots",
+    "num_jobs", "reals_size", "integers_size",
 )  # fmt: skip
 _ADDRESSES = (
     "row_pointer", "other", "edge_id", "axis_table", "pieces", "head_starts", "query", "key", "value", "bias",
     "edge_attr", "projection", "transposed", "out", "peak", "norm", "aggregate", "logits", "lse", "lse_low", "grad_out",
     "grad_lse", "grad_weights", "stats", "pairs", "grad_query", "grad_sums", "grad_bias", "grad_key", "grad_value",
+    "jobs", "counters", "reals", "integers",
 )  # fmt: skip
 _RANDOM = ("seed", "drop_below")  # draws of 53 bits below drop_below drop a weight
 _FACTORS = ("scale", "softcap", "kept", "one")  # kept: factor of the weights that dropout keeps
@@ -213,13 +216,21 @@ def _progressions(c, row, first, rows, starts, nodes, edges, odometer):
 
 
 @_part
-def _walk(work, c, L, D, Dv, jobs, counter, reals, integers):
+def _room(c):
+    """Where this thread keeps what it works on: reals, and the address of integers."""
+    thread = take(after(pointer(c.counters, np.int64(0)), 1))
+    return after(pointer(c.reals, c.one), thread * c.reals_size), c.integers + 4 * thread * c.integers_size
+
+
+@_part
+def _walk(work, c, L, D, Dv):
     """Take job after job and work through its rows, block after block.
 
     ``row`` is the first row of the block, ``place`` and ``at`` are where it stands, with those of other leading
     indices, among rows and among rows and pieces of rows. Edge e of the block comes from or goes to node ``nodes[e]``
     and has the number ``edges[e]`` in per-edge tensors; ``known`` edges are listed from here on.
     """
+    reals, integers = _room(c)
     numbers = pointer(integers, c.edge_number)
     own = after(pointer(integers, np.int32(0)), 2 * BLOCK)
     starts = after(own, BLOCK)
@@ -227,10 +238,11 @@ def _walk(work, c, L, D, Dv, jobs, counter, reals, integers):
     far = after(alone, BLOCK)
     odometer = after(far, BLOCK)
     pieces = pointer(c.pieces, np.int64(0))
-    job = take(pointer(counter, np.int64(0)))
-    while job < jobs.shape[0]:
-        for b in range(jobs[job, 0], jobs[job, 1]):
-            s, done, stop = jobs[job, 2], np.int64(0), jobs[job, 3]
+    jobs, counter = pointer(c.jobs, np.int64(0)), pointer(c.counters, np.int64(0))
+    job = take(counter)
+    while job < c.num_jobs:
+        for b in range(jobs[4 * job], jobs[4 * job + 1]):
+            s, done, stop = jobs[4 * job + 2], np.int64(0), jobs[4 * job + 3]
             while s < stop:
                 rows, first, count, complete = _block(c, s, done, stop, own, starts)
                 whole = s < c.num_rows
@@ -245,11 +257,11 @@ def _walk(work, c, L, D, Dv, jobs, counter, reals, integers):
                     edges = after(pointer(c.edge_id, c.edge_number), first)
                     known = c.num_edges - first
                 work(
-                    c, L, D, Dv, pointer(reals, c.one), own, starts, alone, nodes, edges, known, b, row, place, at,
+                    c, L, D, Dv, reals, own, starts, alone, nodes, edges, known, b, row, place, at,
                     job, rows, count, done == 0, complete, whole,
                 )  # fmt: skip
                 s, done = (s + rows, np.int64(0)) if complete else (s, done + count)
-        job = take(pointer(counter, np.int64(0)))
+        job = take(counter)
 
 
 @_inlined
@@ -776,44 +788,46 @@ def _kernels(dim: int, vector: int) -> tuple[Callable, Callable, Callable]:
     """Forward, backward by query, backward by key: for dim numbers a head, or for any number (dim 0)."""
 
     @_kernel
-    def forward(calls, jobs, counter, reals, integers):
-        c = calls[0]
+    def forward(call):
+        c = record(call)
         D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
-        _walk(_forward_block, c, lanes(vector), D, Dv, jobs, counter, reals, integers)
+        _walk(_forward_block, c, lanes(vector), D, Dv)
 
     @_kernel
-    def backward_query(calls, jobs, counter, reals, integers):
-        c = calls[0]
+    def backward_query(call):
+        c = record(call)
         D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
-        _walk(_query_block, c, lanes(vector), D, Dv, jobs, counter, reals, integers)
+        _walk(_query_block, c, lanes(vector), D, Dv)
 
     @_kernel
-    def backward_key(calls, jobs, counter, reals, integers):
-        c = calls[0]
+    def backward_key(call):
+        c = record(call)
         D, Dv = (dim, dim) if dim > 0 else (c.dim, c.value_dim)
-        _walk(_key_block, c, lanes(vector), D, Dv, jobs, counter, reals, integers)
+        _walk(_key_block, c, lanes(vector), D, Dv)
 
     return forward, backward_query, backward_key
 
 
 @_kernel
-def _edge_kernel(calls, jobs, counter, reals, integers):
+def _edge_kernel(call):
     """The gradients of edge features, from the pairs (z p, dS) of each edge and head, over which they are written.
 
     d edge_attr[e] = Σ_h dS[e, h] (W_h q_i) + z p[e, h] (W_h dO_i)
     """
-    c, L = calls[0], lanes(8)
+    c, L = record(call), lanes(8)
     heads, F, D, Dv = c.heads, c.features, c.dim, c.value_dim
     even = F - F % 8
     row_pointer, edge_id = pointer(c.row_pointer, np.int64(0)), pointer(c.edge_id, np.int32(0))
-    pairs, pair, transposed = pointer(c.pairs, c.one), pointer(reals, c.one), pointer(c.transposed, c.one)
+    pairs, transposed = pointer(c.pairs, c.one), pointer(c.transposed, c.one)
+    pair, _ = _room(c)
     edge_query = after(pair, 7 * BLOCK * ((heads + 7) // 8 * 8))
     edge_grad = after(edge_query, BLOCK * heads * F)
-    job = take(pointer(counter, np.int64(0)))
-    while job < jobs.shape[0]:
-        for b in range(jobs[job, 0], jobs[job, 1]):
-            stop = min(jobs[job, 3], c.num_rows)
-            for s in range(jobs[job, 2], stop, BLOCK):
+    jobs, counter = pointer(c.jobs, np.int64(0)), pointer(c.counters, np.int64(0))
+    job = take(counter)
+    while job < c.num_jobs:
+        for b in range(jobs[4 * job], jobs[4 * job + 1]):
+            stop = min(jobs[4 * job + 3], c.num_rows)
+            for s in range(jobs[4 * job + 2], stop, BLOCK):
                 place, rows = b * c.num_rows + s, min(BLOCK, stop - s)
                 query = after(pointer(c.query, c.one), place * heads * D)
                 grad_out = after(pointer(c.grad_out, c.one), place * heads * Dv)
@@ -836,33 +850,35 @@ def _edge_kernel(calls, jobs, counter, reals, integers):
                             for h in range(heads):
                                 at = (r * heads + h) * F + k
                                 to[k] += pair[heads + h] * edge_query[at] + pair[h] * edge_grad[at]
-        job = take(pointer(counter, np.int64(0)))
+        job = take(counter)
+
+
+@functools.cache
+def _function_of(kernel: Any, call: np.dtype) -> Any:
+    """The kernel as a C function of the address of a record, compiled for records of this type."""
+    compiled = kernel.get_compile_result(types.none(types.CPointer(from_dtype(call))))
+    return c_function(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name))
 
 
 def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     """Call the kernel on as many threads as PyTorch uses, this one among them; each takes job after job."""
-    counter = np.zeros(1, np.int64)
+    threads = max(1, min(torch.get_num_threads(), len(jobs)))
     heads, features = int(call["heads"][0]), int(call["features"][0])
     size = BLOCK * (7 * (-(-heads // 8) * 8) + 2 * heads * features)
-
-    def work() -> None:
-        # Not allocated in the kernel: Numba frees an array that only its address is used of.
-        reals = np.ones(size, call.dtype["scale"])
-        integers = np.arange(-4 * BLOCK - 1, 2 * BLOCK + 2 * int(call["axes"][0]), dtype=np.int32)
-        kernel(call, jobs, counter.ctypes.data, reals.ctypes.data, integers.ctypes.data)
-
-    others = min(torch.get_num_threads(), len(jobs)) - 1
-    if others < 1:
-        work()
-        return
-    pool = workers(others)
-    helpers = [pool.submit(work) for _ in range(others)]
-    try:
-        work()
-    finally:
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+    # Not allocated in the kernel: Numba frees an array that only its address is used of.
+    reals = np.ones((threads, size), call.dtype["scale"])
+    integers = np.arange(-4 * BLOCK - 1, 2 * BLOCK + 2 * int(call["axes"][0]) + 31, dtype=np.int32)
+    integers = np.tile(integers[: len(integers) // 32 * 32], (threads, 1))
+    counters = np.zeros(2, np.int64)  # of the jobs and of the threads that have begun
+    jobs = np.ascontiguousarray(jobs, np.int64)
+    for name, x in {"jobs": jobs, "counters": counters, "reals": reals, "integers": integers}.items():
+        call[name] = x.ctypes.data
+    call["num_jobs"], call["reals_size"], call["integers_size"] = len(jobs), size, integers.shape[1]
+    function = _function_of(kernel, call.dtype)
+    if threads == 1:
+        function(call.ctypes.data)
+    else:
+        in_parallel(function, call.ctypes.data, threads)
 
 
 def _jobs(rows: Rows, batch: int, work_per_edge: int) -> np.ndarray:

@@ -76,6 +76,12 @@ def pointer(typingctx, address, like):
 
 
 @intrinsic
+def record(typingctx, pointer):
+    """The record behind the pointer: no copy."""
+    return pointer.dtype(pointer), lambda context, builder, sig, args: args[0]
+
+
+@intrinsic
 def take(typingctx, counter):
     """The number behind the pointer, which becomes one more: no two threads are given the same."""
 
