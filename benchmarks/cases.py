@@ -44,6 +44,7 @@ class Case(NamedTuple):
     build: Callable[[], EdgeList | Graph]
     heads: int = 8
     dim: int = 16
+    leading: tuple[int, ...] = ()  # before the nodes
 
 
 def _raw(*parts: str) -> Path:
@@ -80,16 +81,20 @@ def _large_graph(name: str) -> EdgeList:
     return EdgeList(to_undirected(edges, num_nodes=num_nodes), num_nodes)
 
 
-def _molecules(count: int = 512) -> EdgeList:
+def molecules(count: int = 512) -> Batch:
     """One mini-batch: `count` molecules drawn from the 188 of MUTAG."""
     data, slices, _ = read_tu_data(str(_raw("tudataset", "MUTAG", "raw")), "MUTAG")
     nodes, edges = slices["x"].diff(), slices["edge_index"]
-    molecules = [
+    one_each = [
         Data(edge_index=data.edge_index[:, edges[i] : edges[i + 1]], num_nodes=int(nodes[i]))
         for i in range(len(nodes))
     ]
-    drawn = np.random.default_rng(0).integers(len(molecules), size=count)
-    batch = Batch.from_data_list([molecules[i] for i in drawn])
+    drawn = np.random.default_rng(0).integers(len(one_each), size=count)
+    return Batch.from_data_list([one_each[i] for i in drawn])
+
+
+def _molecules() -> EdgeList:
+    batch = molecules()
     return EdgeList(batch.edge_index, batch.num_nodes)
 
 
@@ -134,6 +139,8 @@ STRUCTURED: dict[str, Case] = {
     "full_1024": Case(lambda: CompleteGraph(1024), dim=64),
     "full_2048": Case(lambda: CompleteGraph(2048), dim=64),
     "full_4096": Case(lambda: CompleteGraph(4096), dim=64),
+    "full_128x50": Case(lambda: CompleteGraph(50), 4, 16, (128,)),  # digits of 28 × 28 in patches of 4
+    "full_16x197": Case(lambda: CompleteGraph(197), 12, 64, (16,)),  # images of 224 × 224 in patches of 16
     "window_8192_128": Case(lambda: WindowGraph(8192, 128), dim=64),
     "window_65536_4": Case(lambda: WindowGraph(65_536, 4), dim=64),
     "window_65536_16": Case(lambda: WindowGraph(65_536, 16), dim=64),

@@ -141,11 +141,13 @@ def _dgl(edges: EdgeList) -> Attention:
 
 
 def _heads_first(attention: Attention) -> Attention:
-    """Attention on [1, heads, nodes, dim], PyTorch's layout, as one on [nodes, heads, dim]; moves no data."""
+    """Attention on [batch, heads, nodes, dim], PyTorch's layout, as one on [..., nodes, heads, dim]; moves no data."""
 
     def nodes_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        return attention(query, key, value).squeeze(0).transpose(0, 1)
+        one = query.dim() == 3
+        query, key, value = ((x.unsqueeze(0) if one else x).transpose(1, 2) for x in (query, key, value))
+        out = attention(query, key, value).transpose(1, 2)
+        return out.squeeze(0) if one else out
 
     return nodes_first
 
@@ -202,9 +204,9 @@ def _multihead(graph: CompleteGraph) -> Attention:
     """What `nn.MultiheadAttention` runs between its linear maps, unless it is told not to return weights."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        weights = torch.bmm(query * query.size(-1) ** -0.5, key.transpose(1, 2)).softmax(dim=-1)
-        return torch.bmm(weights, value).transpose(0, 1)
+        query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
+        weights = (query * query.size(-1) ** -0.5 @ key.transpose(-2, -1)).softmax(dim=-1)
+        return (weights @ value).transpose(-3, -2)
 
     return attention
 

@@ -21,6 +21,7 @@ import argparse
 import csv
 import datetime
 import itertools
+import math
 import os
 import platform
 import subprocess
@@ -129,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
                 except FileNotFoundError as error:
                     tqdm.write(f"{case} skipped: {error}")
                     break
-            measured = measure(graph, heads, dim, mode, providers, options)
+            measured = measure(graph, heads, dim, mode, providers, options, CASES[case].leading)
             new = add_rows(out, [{**origin, **fixed, **row} for row in measured])
             for row in new:
                 tqdm.write(_line(row))
@@ -144,6 +145,7 @@ def measure(
     mode: str,
     providers: list[str],
     options: argparse.Namespace,
+    leading: tuple[int, ...] = (),
 ) -> list[dict]:
     """The rows of one configuration, one per provider that can do it, the baseline first."""
     torch._dynamo.reset()
@@ -152,8 +154,12 @@ def measure(
         for name in providers
         if PROVIDERS[name].takes(graph) and _has(PROVIDERS[name], mode)
     }
-    prepare = _layer_steps if mode.startswith("layer") else operator_steps
-    step_of = prepare(graph, heads, dim, mode)
+    is_layer = mode.startswith("layer")
+    step_of = (
+        _layer_steps(graph, heads, dim, mode)
+        if is_layer
+        else operator_steps(graph, heads, dim, mode, leading)
+    )
 
     steps: dict[str, Step] = {}
     reference: tuple[Tensor, ...] = ()
@@ -161,6 +167,7 @@ def measure(
         provider = PROVIDERS[name]
         # and about eight tensors of the nodes: output, gradients, in a layer also the projections
         needed = provider.memory(graph, heads, dim) + 8 * graph.num_queries * heads * dim * 4
+        needed *= math.prod(leading)
         if needed > available_memory():
             row["note"] = f"skipped: needs about {needed / 1e9:.0f} GB"
             continue
@@ -191,7 +198,7 @@ def measure(
     reference = ()
     for name, step in steps.items():
         rows[name]["extra_mb"] = f"{peak_extra_memory(step) / 1e6:.2f}"
-    if prepare is operator_steps and isinstance(graph, EdgeList):
+    if not is_layer and isinstance(graph, EdgeList):
         bandwidth = gather_bandwidth(*graph, heads * dim, threads=options.threads)
         rows[BASELINE]["floor_ms"] = f"{bytes_moved(graph.num_edges, heads, dim, mode) / bandwidth * 1e3:.3f}"
     samples = interleaved_times(steps, repeats=options.repeats, budget=options.budget)
@@ -214,11 +221,13 @@ def _has(provider: Provider, mode: str) -> bool:
     return mode == "forward" or provider.backward
 
 
-def operator_steps(graph: EdgeList | Graph, heads: int, dim: int, mode: str) -> Callable[[Provider], Step]:
+def operator_steps(
+    graph: EdgeList | Graph, heads: int, dim: int, mode: str, leading: tuple[int, ...] = ()
+) -> Callable[[Provider], Step]:
     """From a provider to one call of its operator, in all of them on the same normal operands."""
     generator = torch.Generator().manual_seed(0)
     nodes = graph.num_queries, graph.num_keys, graph.num_keys, graph.num_queries
-    query, key, value, grad = (torch.randn(n, heads, dim, generator=generator) for n in nodes)
+    query, key, value, grad = (torch.randn(*leading, n, heads, dim, generator=generator) for n in nodes)
     inputs = tuple(x.requires_grad_(mode == "forward+backward") for x in (query, key, value))
 
     def step_of(provider: Provider) -> Step:

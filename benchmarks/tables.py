@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.accuracy import ACCURACY_RESULTS, NAMES
+from benchmarks.modules import MODULE_RESULTS
 from benchmarks.run import ALONE, BASELINE, MODES, RESULTS, STRUCTURED_RESULTS, read_rows
 
 README = Path(__file__).parent.parent / "README.md"
@@ -41,6 +42,15 @@ FAMILIES = {
     "grid": "Grids",
     "ragged": "Ragged batches of complete graphs",
 }
+# Both sides of each case of `benchmarks.modules`.
+MODULES = {
+    "encoder_ragged": (
+        "`GraphTransformerLayer`, 256 graphs of 10 to 60 nodes",
+        "`nn.TransformerEncoderLayer`, padded",
+    ),
+    "encoder_complete": ("`GraphTransformerLayer`, 8 complete graphs of 512", "`nn.TransformerEncoderLayer`"),
+    "gps_molecules": ("`GPSConv`, 512 molecules", "PyG's `GPSConv`"),
+}
 TITLES = {
     "forward": "Operator, forward",
     "forward+backward": "Operator, forward and backward",
@@ -54,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--structured-results", type=Path, default=STRUCTURED_RESULTS)
+    parser.add_argument("--module-results", type=Path, default=MODULE_RESULTS)
     parser.add_argument("--accuracy-results", type=Path, default=ACCURACY_RESULTS)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument(
@@ -62,9 +73,12 @@ def main() -> int:
     options = parser.parse_args()
 
     text = options.readme.read_text()
-    structured = structured_tables(read_rows(options.structured_results))
-    generated = [tables(read_rows(options.results)), *([structured] if structured else [])]
-    new = with_tables(text, "\n\n".join(generated))
+    generated = [
+        tables(read_rows(options.results)),
+        structured_tables(read_rows(options.structured_results)),
+        module_table(read_rows(options.module_results)),
+    ]
+    new = with_tables(text, "\n\n".join(part for part in generated if part))
     accuracy = accuracy_table(read_rows(options.accuracy_results), read_rows(PUBLISHED))
     new = with_tables(new, accuracy, ACCURACY_BEGIN, ACCURACY_END)
     if options.check:
@@ -167,6 +181,30 @@ def structured_table(rows: list[dict[str, str]]) -> str:
         cells += [*_peer_cells(here, peers), _digits(strongest(here)), _digits(ours["extra_mb"])]
         lines.append([*cells, _digits(best["extra_mb"]) if best else ""])
     return _markdown(header, lines)
+
+
+def module_table(rows: list[dict[str, str]]) -> str:
+    """One line per pair of modules; "" without rows."""
+    rows = [row for row in rows if row["ms"]]
+    if not rows:
+        return ""
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        ours, peer = (row for row in rows if row["case"] == case)
+        width = int(ours["heads"]) * int(ours["dim"])
+        cells = [
+            *MODULES[case],
+            str(width),
+            _digits(ours["ms"]),
+            f"{_digits(peer['ms'])} ({1 / float(peer['ratio']):.2f}×)",
+        ]
+        lines.append([*cells, _digits(ours["extra_mb"]), _digits(peer["extra_mb"])])
+    header = ["module", "beside", "width", "graphattn ms", "peer ms", "graphattn MB", "peer MB"]
+    origin = _software(rows)
+    return (
+        f"**Modules, training step**, float32, {rows[0]['threads']} threads. {origin}. "
+        f"Made by `python -m benchmarks.modules`.\n\n{_markdown(header, lines)}"
+    )
 
 
 def _growth(rows: list[dict[str, str]], last: dict[str, str]) -> str:

@@ -1,6 +1,7 @@
 """The harness itself: what it counts, what it refuses to print, what it writes."""
 
 import argparse
+import os
 import shutil
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks import gpu, growth, measure, providers, run, tables
+from benchmarks import gpu, growth, measure, modules, providers, run, tables
 from benchmarks.cases import CASES, GROUPS, STRUCTURED, Case, power_law, ragged
 from graphattn import CompleteGraph, GridGraph, WindowGraph
+from graphattn.nn import GraphTransformerLayer
 
 OPTIONS = argparse.Namespace(repeats=3, budget=0.0, threads=1)
 LISTED = power_law(60, 500)
@@ -268,6 +270,10 @@ def test_structured_cases_are_those_promised():
     graphs = {name: case.build() for name, case in STRUCTURED.items()}
     assert GROUPS["structured"] == list(graphs) and not set(GROUPS["sparse"]) & set(graphs)
     assert [graphs[f"full_{n}"].num_edges for n in (512, 1024, 2048, 4096)] == [2**18, 2**20, 2**22, 2**24]
+    assert [(STRUCTURED[n].leading, graphs[n].num_edges) for n in ("full_128x50", "full_16x197")] == [
+        ((128,), 50**2),
+        ((16,), 197**2),
+    ]
     for name in (name for name in graphs if name.startswith("window")):
         length, radius = map(int, name.split("_")[1:])
         assert graphs[name].num_edges == length * (2 * radius + 1) - radius * (radius + 1)
@@ -293,6 +299,71 @@ def test_structured_rows_go_to_a_file_of_their_own(tmp_path, monkeypatch, capsys
         for provider in ("graphattn", "chunked")
     ]
     assert "window_40_3  3x8" in capsys.readouterr().out
+
+
+def test_leading_dims_are_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(CASES, "full_3x20", Case(lambda: CompleteGraph(20), heads=2, dim=8, leading=(3,)))
+    command = [
+        "--case",
+        "full_3x20",
+        "--mode",
+        "forward",
+        "forward+backward",
+        "--repeats",
+        "3",
+        "--budget",
+        "0",
+    ]
+    command += ["--out", str(tmp_path / "out.csv")]
+    assert run.main([*command, "--threads", str(torch.get_num_threads())]) == 0
+    rows = run.read_rows(tmp_path / "out.csv")
+    assert [r["provider"] for r in rows] == ["graphattn", "sdpa", "multihead"] * 2
+    assert all(float(r["error"]) < run.TOLERANCE and float(r["ms"]) > 0 for r in rows)
+
+
+def small_pair(wrong=False):
+    torch.manual_seed(0)
+    peer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layer = GraphTransformerLayer(8, 2, 16, dropout=0.0)
+    layer.load_state_dict(peer.state_dict())
+    if wrong:
+        torch.nn.init.constant_(layer.norm2.bias, 0.1)
+    graph = CompleteGraph(5)
+    forwards = (lambda x: layer(x, graph), peer)
+    return modules.Pair(5, 25, 2, torch.randn(3, 5, 8), (layer, peer), forwards)
+
+
+def test_modules_are_measured_and_shown(tmp_path, monkeypatch):
+    out = tmp_path / "modules.csv"
+    monkeypatch.setattr(modules, "CASES", {"encoder_complete": small_pair})
+    command = ["--case", "encoder_complete", "--repeats", "3", "--budget", "0", "--out", str(out)]
+    assert modules.main([*command, "--threads", str(torch.get_num_threads())]) == 0
+    rows = run.read_rows(out)
+    assert [(r["provider"], r["nodes"], r["heads"], r["dim"]) for r in rows] == [
+        ("graphattn", "5", "2", "4"),
+        ("peer", "5", "2", "4"),
+    ]
+    assert float(rows[1]["error"]) < run.TOLERANCE
+    speed_up = 1 / float(rows[1]["ratio"])
+    assert "| `nn.TransformerEncoderLayer` | 8 | " in tables.module_table(rows)
+    assert f" ({speed_up:.2f}×) |" in tables.module_table(rows)
+    assert tables.module_table([]) == ""
+
+
+def test_modules_that_disagree_get_no_number(tmp_path, monkeypatch):
+    out = tmp_path / "modules.csv"
+    monkeypatch.setattr(modules, "CASES", {"encoder_complete": lambda: small_pair(wrong=True)})
+    assert modules.main(["--case", "encoder_complete", "--out", str(out)]) == 1
+    rows = run.read_rows(out)
+    assert {r["ms"] for r in rows} == {""} and all("disagrees with graphattn" in r["note"] for r in rows)
+
+
+@pytest.mark.skipif("GRAPHATTN_DATA" not in os.environ, reason="GRAPHATTN_DATA is not set")
+def test_modules_that_are_measured_agree():
+    for name, build in modules.CASES.items():
+        pair = build()
+        ours, theirs = (forward(pair.x) for forward in pair.forwards)
+        torch.testing.assert_close(ours, theirs, msg=name, atol=1e-5, rtol=1e-4)
 
 
 def test_growth_exponent_is_the_slope_of_the_logarithms():
