@@ -11,8 +11,8 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from graphattn.encodings import checked_count, laplacian_eigenvectors, random_walk, sinusoidal
-from graphattn.graph import Graph, as_graph
+from graphattn.encodings import laplacian_eigenvectors, random_walk, sinusoidal
+from graphattn.graph import Graph, as_graph, checked_count
 
 
 @functional_transform("add_laplacian_eigenvectors")
@@ -44,7 +44,7 @@ class AddLaplacianEigenvectorPE(BaseTransform):
     def __init__(
         self, k: int, attr_name: str | None = "laplacian_eigenvector_pe", *, random_sign: bool = False
     ) -> None:
-        self.k = checked_count("k", k, 0)
+        self.k = checked_count("`k`", k)
         self.attr_name = _checked_name(attr_name)
         if not isinstance(random_sign, bool):
             raise TypeError(f"`random_sign` must be a bool, got {random_sign!r}.")
@@ -92,7 +92,7 @@ class AddRandomWalkPE(BaseTransform):
     """
 
     def __init__(self, walk_length: int, attr_name: str | None = "random_walk_pe") -> None:
-        self.walk_length = checked_count("walk_length", walk_length, 0)
+        self.walk_length = checked_count("`walk_length`", walk_length)
         self.attr_name = _checked_name(attr_name)
 
     def forward(self, data: Data) -> Data:
@@ -130,7 +130,7 @@ class AddSinusoidalPE(BaseTransform):
     """
 
     def __init__(self, dim: int, attr_name: str | None = "sinusoidal_pe") -> None:
-        self.dim = checked_count("dim", dim, 0)
+        self.dim = checked_count("`dim`", dim)
         self.attr_name = _checked_name(attr_name)
 
     def forward(self, data: Data) -> Data:
@@ -173,8 +173,6 @@ def _attach(data: Data, encode: Callable[[Data], Tensor], attr_name: str | None)
     """Write an encoding to `data`, which PyG has copied, or concatenate it to the features."""
     if not isinstance(data, Data):
         raise TypeError(f"`data` must be a PyG Data, got {type(data).__name__}.")
-    if attr_name is not None and not isinstance(attr_name, str):
-        raise TypeError(f"`attr_name` must be a str or None, got {type(attr_name).__name__}.")
     x = data.x
     if attr_name is None and x is not None:
         # Written into integers an encoding would be cut to zeros.

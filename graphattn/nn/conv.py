@@ -13,7 +13,7 @@ from torch_geometric.typing import SparseTensor  # pyright: ignore[reportAttribu
 from torch_geometric.utils import is_sparse
 
 from graphattn.attention import attention_weights, graph_attention
-from graphattn.graph import Graph, as_graph
+from graphattn.graph import Graph, as_graph, check_count
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _STAGES = ("propagate", "message", "aggregate")
@@ -87,11 +87,11 @@ class TransformerConv(pyg.TransformerConv):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"`in_channels` must be an int or a pair (source, target), got {in_channels!r}.")
         for n in pair:
-            check_count("in_channels", n, -1)
-        check_count("out_channels", out_channels, 1)
-        check_count("heads", heads, 1)
+            check_count("`in_channels`", n, -1)
+        check_count("`out_channels`", out_channels, 1)
+        check_count("`heads`", heads, 1)
         if edge_dim is not None:
-            check_count("edge_dim", edge_dim, -1)
+            check_count("`edge_dim`", edge_dim, -1)
         check_probability("dropout", dropout)
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
@@ -296,13 +296,6 @@ def check_dense(name: str, x: Tensor, weight: Any) -> None:
         f"`{name}` must have the dtype of the layer's weights, {weight.dtype}, got {x.dtype}. Convert the features"
         " or the layer with `.to(dtype)`."
     )
-
-
-def check_count(name: str, n: Any, least: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, Integral):  # NumPy's are integers too
-        raise TypeError(f"`{name}` must be an int of at least {least}, got {n!r}.")
-    if n < least:
-        raise ValueError(f"`{name}` must be an int of at least {least}, got {n}.")
 
 
 def check_probability(name: str, p: Any) -> None:

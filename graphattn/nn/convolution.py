@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphattn.attention import graph_attention
-from graphattn.encodings import checked_count
-from graphattn.graph import GridGraph
+from graphattn.graph import GridGraph, check_word, checked_count
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -72,24 +71,21 @@ class ConvolutionalAttention(torch.nn.Module):
         padding_mode: str = "zeros",
     ) -> None:
         super().__init__()
-        in_channels = checked_count("in_channels", in_channels, 1)
-        out_channels = checked_count("out_channels", out_channels, 1)
-        groups = checked_count("groups", groups, 1)
-        height, width = size = _pair("kernel_size", kernel_size, 1)
-        heads = height * width if heads is None else checked_count("heads", heads, 1)
-        for name, words, given in (
-            ("padding", ("same", "valid"), padding if isinstance(padding, str) else "same"),
-            ("padding_mode", ("zeros", "reflect", "replicate", "circular"), padding_mode),
-        ):
-            if not isinstance(given, str) or given not in words:
-                raise ValueError(f"`{name}` must be one of {', '.join(words)}, got {given!r}.")
+        in_channels = checked_count("`in_channels`", in_channels, 1)
+        out_channels = checked_count("`out_channels`", out_channels, 1)
+        groups = checked_count("`groups`", groups, 1)
+        height, width = size = checked_pair("kernel_size", kernel_size)
+        heads = height * width if heads is None else checked_count("`heads`", heads, 1)
+        if isinstance(padding, str):
+            check_word("`padding`", padding, ("same", "valid"))
+        check_word("`padding_mode`", padding_mode, ("zeros", "reflect", "replicate", "circular"))
         # The convolution checks how the channels divide and reads "same"; on the meta device it holds no numbers.
         form = torch.nn.Conv2d(
             in_channels,
             out_channels,
             size,
-            padding=padding if isinstance(padding, str) else _pair("padding", padding, 0),
-            dilation=_pair("dilation", dilation, 1),
+            padding=padding if isinstance(padding, str) else checked_pair("padding", padding, 0),
+            dilation=checked_pair("dilation", dilation),
             groups=groups,
             bias=bias,
             padding_mode=padding_mode,  # pyright: ignore[reportArgumentType]
@@ -240,9 +236,9 @@ class ConvolutionalAttention(torch.nn.Module):
         )
 
 
-def _pair(name: str, x: int | Sequence[int], least: int) -> tuple[int, int]:
-    """A number for both axes, or one for each."""
+def checked_pair(name: str, x: Any, least: int = 1) -> tuple[int, int]:
+    """A number for both axes, or one for each: (height, width)."""
     sizes: Any = x if isinstance(x, (tuple, list)) else (x, x)
     if len(sizes) != 2:
-        raise ValueError(f"`{name}` must be an int or a pair of them, got {x}.")
-    return checked_count(name, sizes[0], least), checked_count(name, sizes[1], least)
+        raise ValueError(f"`{name}` must be an int or a pair (height, width) of them, got {x!r}.")
+    return checked_count(f"`{name}`", sizes[0], least), checked_count(f"`{name}`", sizes[1], least)

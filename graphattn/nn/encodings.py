@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graphattn.encodings import checked_base, checked_count, checked_positions, relative_positions
-from graphattn.graph import Graph
+from graphattn.encodings import checked_base, checked_positions, relative_positions
+from graphattn.graph import Graph, checked_count
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -40,13 +41,11 @@ class LearnedEncoding(torch.nn.Module):
     def __init__(self, num_positions: int | Sequence[int], dim: int) -> None:
         super().__init__()
         sizes: Any = num_positions if isinstance(num_positions, (tuple, list)) else (num_positions,)
-        self.sizes = tuple(checked_count("num_positions", n, 1) for n in sizes)
+        self.sizes = tuple(checked_count("`num_positions`", n, 1) for n in sizes)
         if not self.sizes:
             raise ValueError("`num_positions` must have at least one axis, got none.")
-        rows = 1
-        for n in self.sizes:
-            rows *= n
-        self.weight = torch.nn.Parameter(torch.empty(rows, checked_count("dim", dim, 1)))
+        rows = math.prod(self.sizes)
+        self.weight = torch.nn.Parameter(torch.empty(rows, checked_count("`dim`", dim, 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -120,9 +119,9 @@ class ContinuousEncoding(torch.nn.Module):
 
     def __init__(self, dim: int, *, num_layers: int = 1, hidden_dim: int | None = None) -> None:
         super().__init__()
-        dim = checked_count("dim", dim, 1)
-        hidden_dim = 4 * dim if hidden_dim is None else checked_count("hidden_dim", hidden_dim, 1)
-        num_layers = checked_count("num_layers", num_layers, 1)
+        dim = checked_count("`dim`", dim, 1)
+        hidden_dim = 4 * dim if hidden_dim is None else checked_count("`hidden_dim`", hidden_dim, 1)
+        num_layers = checked_count("`num_layers`", num_layers, 1)
         try:
             import torchdiffeq  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -159,7 +158,7 @@ class ContinuousEncoding(torch.nn.Module):
             raise ValueError(
                 f"`positions` must have shape [nodes] or [nodes, 1], got {list(positions.shape)}."
             )
-        layer = checked_count("layer", layer, 0)
+        layer = checked_count("`layer`", layer)
         if layer >= self.initial.size(0):
             raise IndexError(f"`layer` must lie in the interval [0, {self.initial.size(0)}), got {layer}.")
         # Steps of half precision are too coarse to integrate with; autocast would take them inside.
@@ -249,7 +248,7 @@ class RotaryEncoding(torch.nn.Module):
 
     def __init__(self, dim: int, *, base: float = 10000.0) -> None:
         super().__init__()
-        self.dim, self.base = checked_count("dim", dim, 1), checked_base(base)
+        self.dim, self.base = checked_count("`dim`", dim, 1), checked_base(base)
         if dim % 2:
             raise ValueError(f"`dim` must be even, got {dim}.")
 
@@ -330,12 +329,9 @@ class RelativeBias(torch.nn.Module):
             values, number = along.unique(return_inverse=True)
             index = index * max(values.numel(), 1) + number
             sizes.append(values.numel())
-        rows = 1
-        for n in sizes:
-            rows *= n
         self.register_buffer("index", index, persistent=False)
         self.weight = torch.nn.Parameter(
-            torch.empty(rows, checked_count("heads", heads, 1), device=index.device)
+            torch.empty(math.prod(sizes), checked_count("`heads`", heads, 1), device=index.device)
         )
         self.reset_parameters()
 

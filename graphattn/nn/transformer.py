@@ -16,14 +16,14 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn.inits import reset
 from torch_geometric.utils import to_dense_batch
 
-from graphattn.graph import CompleteGraph
+from graphattn.graph import INTEGERS, CompleteGraph, check_count, check_word
 from graphattn.nn.attention import (
     GraphMultiheadAttention,
     check_features,
     check_heads,
     graph_between,
 )
-from graphattn.nn.conv import check_count, check_probability
+from graphattn.nn.conv import check_probability
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -81,7 +81,7 @@ class GraphTransformerLayer(torch.nn.Module):
         if not callable(activation):
             raise ValueError(f'`activation` must be "relu", "gelu" or a function, got {activation!r}.')
         check_heads("d_model", d_model, "nhead", nhead)
-        check_count("dim_feedforward", dim_feedforward, 1)
+        check_count("`dim_feedforward`", dim_feedforward, 1)
         check_probability("dropout", dropout)
         if not isinstance(layer_norm_eps, Real) or not 0.0 <= float(layer_norm_eps) < math.inf:
             raise ValueError(f"`layer_norm_eps` must be a number of at least 0, got {layer_norm_eps!r}.")
@@ -188,7 +188,7 @@ class GraphTransformer(torch.nn.Module):
         counts = {"in_channels": (in_channels, 1), "out_channels": (out_channels, 1)}
         counts |= {"num_layers": (num_layers, 0), "encoding_channels": (encoding_channels, 0)}
         for name, (n, least) in counts.items():
-            check_count(name, n, least)
+            check_count(f"`{name}`", n, least)
         check_probability("dropout", dropout)
         self.in_channels, self.encoding_channels = in_channels, encoding_channels
         self.checkpointing = checkpointing
@@ -328,8 +328,7 @@ class GPSConv(pyg.GPSConv):
     ) -> None:
         if conv is not None and not isinstance(conv, torch.nn.Module):
             raise TypeError(f"`conv` must be a message passing layer or None, got {conv!r}.")
-        if attn_type not in ("multihead", "performer"):
-            raise ValueError(f'`attn_type` must be "multihead" or "performer", got {attn_type!r}.')
+        check_word("`attn_type`", attn_type, ("multihead", "performer"))
         check_heads("channels", channels, "heads", heads)
         check_probability("dropout", dropout)
         if attn_type == "multihead":
@@ -440,10 +439,9 @@ def _check_attention_arguments(arguments: Any, channels: int) -> None:
 
 
 def _check_batch(batch: Any, x: Tensor) -> None:
-    if not isinstance(batch, Tensor):
-        raise TypeError(f"`batch` must be a tensor of integers, got {type(batch).__name__}.")
-    if batch.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        raise TypeError(f"`batch` must be a tensor of integers, got {batch.dtype}.")
+    if not isinstance(batch, Tensor) or batch.dtype not in INTEGERS:
+        got = batch.dtype if isinstance(batch, Tensor) else type(batch).__name__
+        raise TypeError(f"`batch` must be a tensor of integers, got {got}.")
     if batch.layout is not torch.strided:
         raise TypeError(f"`batch` must be dense, got {batch.layout}.")
     if batch.shape != x.shape[:1]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,11 @@ from torch import Tensor
 from torch.nn import Conv2d, LayerNorm, Linear, ModuleList, Parameter
 from torch_geometric.nn.inits import reset
 
-from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph
+from graphattn.encodings import FLOATS
+from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, check_count, check_word
 from graphattn.nn.attention import check_heads
-from graphattn.nn.conv import check_count, check_dense, check_probability
+from graphattn.nn.conv import check_dense, check_probability
+from graphattn.nn.convolution import checked_pair
 from graphattn.nn.transformer import GraphTransformerLayer
 
 _KEPT = 8  # graphs of the last image sizes
@@ -94,19 +95,18 @@ class VisionTransformer(torch.nn.Module):
         remainder: str = "error",
     ) -> None:
         super().__init__()
-        if pool not in ("class", "mean"):
-            raise ValueError(f'`pool` must be "class" or "mean", got {pool!r}.')
+        check_word("`pool`", pool, ("class", "mean"))
         if pool == "class" and not class_token:
             raise ValueError('`pool` must be "mean" for a model without a class token, got "class".')
-        if remainder not in ("error", "pad", "crop"):
-            raise ValueError(f'`remainder` must be "error", "pad" or "crop", got {remainder!r}.')
+        check_word("`remainder`", remainder, ("error", "pad", "crop"))
         check_heads("dim", dim, "heads", heads)
         least = {"num_classes": 0, "in_channels": 1, "depth": 0, "mlp_dim": 1, "registers": 0}
         given = dict(zip(least, (num_classes, in_channels, depth, mlp_dim, registers)))
         for name, n in given.items():
-            check_count(name, n, least[name])
+            check_count(f"`{name}`", n, least[name])
         check_probability("dropout", dropout)
-        self.image_size, self.patch_size = _pair("image_size", image_size), _pair("patch_size", patch_size)
+        self.image_size = checked_pair("image_size", image_size)
+        self.patch_size = checked_pair("patch_size", patch_size)
         self.radius, self.pool, self.norm_pooled, self.remainder = radius, pool, norm_pooled, remainder
         height, width = self._grid(*self.image_size)
         GridGraph((height, width), radius)  # checks the radius
@@ -184,8 +184,8 @@ class VisionTransformer(torch.nn.Module):
 
         Its nodes are the class token, the registers, then the patches row by row.
         """
-        check_count("height", height, 1)
-        check_count("width", width, 1)
+        check_count("`height`", height, 1)
+        check_count("`width`", width, 1)
         extra = self.num_prefix_tokens
         nodes = extra + height * width
         if self.radius is None:
@@ -399,9 +399,6 @@ _HUGGING_FACE_4 = _HUGGING_FACE._replace(  # in files of versions before 5
 )
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by our names, checked, and options of the model that they need.
 
@@ -433,7 +430,7 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     dim = leading(naming.patches + "weight")
     mlp_dim = leading(naming.layer.format(0) + naming.linear1 + "weight")
     # The one that holds them all: files may keep norms in float32 beside float16.
-    dtypes = [x.dtype for x in given.values() if x.dtype in _DTYPES] or [torch.float32]
+    dtypes = [x.dtype for x in given.values() if x.dtype in FLOATS] or [torch.float32]
     dtype = functools.reduce(torch.promote_types, dtypes)
     weights: dict[str, Tensor] = {}
     missing: list[str] = []
@@ -453,7 +450,7 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
             return
         parts = [rest.pop(name) for name in theirs]
         for name, x in zip(theirs, parts):
-            if x.dtype not in _DTYPES or x.layout is not torch.strided:
+            if x.dtype not in FLOATS or x.layout is not torch.strided:
                 strange.append(f"{full_name(name)} of {x.dtype}, {x.layout}")
             elif x.dim() != len(shape) or any(n != (size or n) or n == 0 for n, size in zip(x.shape, shape)):
                 wrong.append(f"{full_name(name)} {list(x.shape)}, not {_shape(shape)}")
@@ -508,7 +505,7 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
         )
     if strange:
         raise TypeError(
-            f"`state_dict` must hold dense tensors of {', '.join(map(str, _DTYPES))}, got {'; '.join(strange)}."
+            f"`state_dict` must hold dense tensors of {', '.join(map(str, FLOATS))}, got {'; '.join(strange)}."
         )
     if wrong:
         raise ValueError(f"`state_dict` must fit one Vision Transformer, got {'; '.join(wrong)}.")
@@ -555,7 +552,7 @@ def _position_grid(
     """Whether the extra tokens have position embeddings too, and the grid of the others."""
     candidates = {True: positions - extra, False: positions}  # of which the second is rare
     if image_size is not None:
-        height, width = _pair("image_size", image_size)
+        height, width = checked_pair("image_size", image_size)
         grid = height // patch_size[0], width // patch_size[1]
         for with_extra, patches in candidates.items():
             if grid[0] * grid[1] == patches:
@@ -586,12 +583,3 @@ def _split_positions(weights: dict[str, Tensor], with_extra: bool, grid: tuple[i
                 )
                 weights[name] = weights[name] + own
     weights["position_embedding"] = positions.reshape(*grid, -1).clone()
-
-
-def _pair(name: str, size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2 or not all(
-        isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0 for n in pair
-    ):
-        raise ValueError(f"`{name}` must be a positive int or a pair (height, width) of them, got {size!r}.")
-    return int(pair[0]), int(pair[1])
