@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import datasets
+from examples.long_training import STEPS, rise_and_fall
 from examples.positional_encodings import check_figure
 from graphattn import CompleteGraph, Graph, GridGraph, graph_attention
 from graphattn.nn import ConvolutionalAttention, LearnedEncoding, RelativeBias
@@ -116,14 +117,14 @@ def new_model(name: str, size: int) -> torch.nn.Module:
 
 
 def accuracy(
-    name: str, images: Tensor, labels: Tensor, number: int, tests: int, steps: int, seed: int
+    name: str, images: Tensor, labels: Tensor, number: int, tests: int, epochs: int, seed: int
 ) -> float:
     """Train on the first images, in batches of 32; the share of right answers on the last."""
     torch.manual_seed(seed)
     model = new_model(name, images.size(-1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
-    for _ in tqdm(range(steps), desc=f"{name}, {number} images", leave=False, disable=None):
+    schedule = rise_and_fall(optimizer, epochs * STEPS, rise=0.3)
+    for _ in tqdm(range(epochs * STEPS), desc=f"{name}, {number} images", leave=False, disable=None):
         batch = torch.randint(number, (32,))
         loss = F.cross_entropy(model(images[batch]), labels[batch])
         optimizer.zero_grad()
@@ -175,7 +176,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     )
     parser.add_argument("--images", type=int, nargs="+", default=[30, 100, 300, 1000], help="training images")
     parser.add_argument(
-        "--steps", "--epochs", type=int, default=250, help="training steps, batches of 32 images"
+        "--epochs",
+        type=int,
+        default=10,
+        help=f"an epoch is {STEPS} batches of 32 images, however many there are to draw from (10)",
     )
     parser.add_argument("--tests", type=int, default=700, help="test images")
     parser.add_argument("--seed", type=int, default=0)
@@ -185,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
         images, labels = load(args.root)
     except (OSError, ValueError, IndexError) as error:
         parser.exit(1, f"--root {args.root} cannot be read: {error}\n")
-    if min(args.images) < 1 or args.tests < 1 or args.steps < 3:
-        parser.error("--images and --tests must be at least 1, --steps 3")
+    if min(args.images) < 1 or args.tests < 1 or args.epochs < 1:
+        parser.error("--images, --tests and --epochs must be at least 1")
     if max(args.images) + args.tests > len(labels):
         parser.error(f"--images and --tests must together be at most the {len(labels)} images")
     check_figure(parser, args.out)
@@ -198,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     scores = {}
     for name in MODELS:
         scores[name] = [
-            accuracy(name, images, labels, n, args.tests, args.steps, args.seed) for n in args.images
+            accuracy(name, images, labels, n, args.tests, args.epochs, args.seed) for n in args.images
         ]
         print(f"{name:<16}" + "".join(f"{100 * score:>8.1f}" for score in scores[name]), flush=True)
     draw(args.out, shown, scores, args.images)
