@@ -94,7 +94,7 @@ def load(path: Path) -> Recordings:
         raise FileNotFoundError(
             f"{path} does not exist: give the folder that has it as --root, or no --root for the embedded set."
         ) from None
-    except Exception as error:
+    except Exception as error:  # of a damaged archive: BadZipFile, zlib.error, KeyError, EOFError, ...
         raise ValueError(
             f"{path} does not hold log-mel features ({type(error).__name__}: {error})."
         ) from error
