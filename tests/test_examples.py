@@ -387,7 +387,7 @@ def test_a_molecule_is_drawn(tmp_path, capsys):
     if root is None:
         pytest.skip("set GRAPHATTN_DATA to a folder with the real data")
     G, place = positional_encodings.largest_molecule(Path(root))
-    assert (len(G), G.number_of_edges()) == (28, 31) and len(place) == 28
+    assert (len(G), G.number_of_edges()) == (28, 33) and len(place) == 28
 
 
 def test_convolution(tmp_path, capsys):
