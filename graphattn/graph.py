@@ -79,15 +79,21 @@ class Graph:
         raise NotImplementedError
 
     def to(self, device: torch.device | str | int) -> Graph:
-        """The same graph on `device`."""
+        """The same graph on `device`; tensors that are there already are not copied."""
         raise NotImplementedError
 
     def to_sparse(self) -> SparseGraph:
-        """The same edges as a `SparseGraph`, in `to_edge_index()` order."""
+        """The same edges as a `SparseGraph`, in `to_edge_index()` order: two counting sorts, O(edges + nodes).
+
+        A `SparseGraph` returns itself.
+
+        Raises:
+            ValueError: there are 2**31 edges or more.
+        """
         raise NotImplementedError
 
     def to_edge_index(self) -> Int[Tensor, "2 edges"]:
-        """The edges as an int64 `edge_index` `[2, num_edges]`: keys in row 0, queries in row 1."""
+        """The edges as an int64 `edge_index` `[2, num_edges]`: keys in row 0, queries in row 1. O(num_edges)."""
         raise NotImplementedError
 
     def slots(self) -> Int[Tensor, " edges"]:
@@ -101,6 +107,10 @@ class Graph:
         """The edges as a bool mask `[num_queries, num_keys]`, True where the query may attend to the key.
 
         Parallel edges fall together. Takes O(num_queries · num_keys) memory.
+
+        Example:
+            >>> CompleteGraph(2, causal=True).to_mask().tolist()
+            [[True, False], [True, True]]
         """
         source, target = self.to_edge_index()
         mask = torch.zeros(self.num_queries, self.num_keys, dtype=torch.bool, device=self.device)
@@ -114,6 +124,10 @@ class Graph:
 
         Raises:
             ValueError: keys and queries are not the same nodes (`num_keys != num_queries`).
+
+        Example:
+            >>> list(WindowGraph(2, (1, 0)).to_networkx().edges(keys=True))
+            [(0, 0, 0), (0, 1, 1), (1, 1, 2)]
         """
         import networkx
 
@@ -196,9 +210,9 @@ class SparseGraph(Graph):
 
         Raises:
             ValueError: `edge_index` has another shape or is not of integer type; sizes are negative, 2**31 or
-                more, or disagree.
+                more, or disagree; both `num_nodes` and `size` are given.
             TypeError: `edge_index` is not a tensor or a sparse one, `num_nodes` or an entry of `size` not an
-                int.
+                int, or `size` not a pair.
             IndexError: an id is outside `[0, num_keys)` or `[0, num_queries)`.
 
         Example:
@@ -223,7 +237,9 @@ class SparseGraph(Graph):
             The graph, its edges in CSR order: edge e has key `col[e]`.
 
         Raises:
-            ValueError: a shape or dtype is wrong, or `rowptr` does not rise from 0 to `len(col)`.
+            ValueError: `rowptr` or `col` is no one-dimensional integer tensor, or `rowptr` does not rise from 0
+                to `len(col)`; `num_keys` is negative or not below 2**31.
+            TypeError: `num_keys` is not an int.
             IndexError: an id in `col` is outside `[0, num_keys)`.
 
         Example:
@@ -479,6 +495,12 @@ class _StructuredGraph(Graph):
         """Where each query is in its sequence, clique or grid, int64 `[num_queries, axes]`.
 
         With an `offset`, query i is at `offset + i`, where key `offset + i` is. O(num_queries).
+
+        Example:
+            >>> CompleteGraph.from_ptr(torch.tensor([0, 2, 3])).positions().flatten().tolist()
+            [0, 1, 0]
+            >>> GridGraph((1, 2), 1).positions().tolist()
+            [[0, 0], [0, 1]]
         """
         nodes = torch.arange(self.num_queries, device=self.device)
         if self.ptr is not None:
@@ -514,6 +536,8 @@ class CompleteGraph(_StructuredGraph):
     Example:
         >>> CompleteGraph(2, num_keys=4, causal=True, offset=2).to_mask().int().tolist()
         [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+    Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
     """
 
     causal: bool = False
@@ -544,7 +568,7 @@ class CompleteGraph(_StructuredGraph):
             causal: a node attends only to those of its clique up to itself.
 
         Raises:
-            ValueError: `ptr` is not one-dimensional, does not start at 0, or falls.
+            ValueError: `ptr` is not one-dimensional, does not start at 0, falls, or ends at 2**31 or more.
             TypeError: `ptr` is not an integer tensor, or `causal` not a bool.
 
         Example:
@@ -659,11 +683,13 @@ class WindowGraph(_StructuredGraph):
 
         Args:
             ptr: integer `[sequences + 1]`, from 0 up to the number of nodes, never falling.
-            radius, dilation: as for one sequence.
+            radius: as for one sequence.
+            dilation: as for one sequence.
 
         Raises:
-            ValueError: `ptr` is not one-dimensional, does not start at 0, or falls; and as the constructor.
-            TypeError: `ptr` is not an integer tensor; and as the constructor.
+            ValueError: `ptr` is not one-dimensional, does not start at 0, falls, or ends at 2**31 or more; a
+                radius is negative, `dilation` below 1, or `radius` not a pair.
+            TypeError: `ptr` is not an integer tensor, a radius or `dilation` not an int.
 
         Example:
             >>> WindowGraph.from_ptr(torch.tensor([0, 2, 3]), 1).to_edge_index().tolist()
@@ -702,8 +728,9 @@ class GridGraph(_StructuredGraph):
 
     Raises:
         ValueError: an axis has no cell, a radius is negative, `dilation` below 1, the grid has 2**31 cells or
-            more, `radius` does not fit the axes, or `border` is neither word.
-        TypeError: one of these numbers is not an int, or `shape` not a tuple.
+            more, `radius` does not fit the axes, `border` is neither word, or `"shift"` is asked for with a
+            window unbounded on one side.
+        TypeError: one of these numbers is not an int, or `shape` neither a tuple nor a list.
 
     Example:
         >>> GridGraph((3, 4), 1)
@@ -1120,7 +1147,7 @@ def grid_blocks(
 ) -> Int[Tensor, " nodes"]:
     """Cut a grid into blocks: for each cell the number of its block, labels for `CompleteGraph.from_batch`.
 
-    The windows of Swin (Liu et al., 2021). A shift moves the cuts by `shift` cells towards higher
+    The windows of Swin. A shift moves the cuts by `shift` cells towards higher
     coordinates; blocks that cross the border of the grid are cut off there, which is what Swin's cyclic shift
     and its mask come to. O(num_nodes).
 
@@ -1135,13 +1162,15 @@ def grid_blocks(
     Raises:
         ValueError: an axis has no cell, a block none, a shift is not in `[0, block)`, or there are more or
             fewer of them than axes.
-        TypeError: one of these numbers is not an int.
+        TypeError: one of these numbers is not an int, or `shape` neither a tuple nor a list.
 
     Example:
         >>> grid_blocks((2, 5), 2).view(2, 5).tolist()
         [[0, 0, 1, 1, 2], [0, 0, 1, 1, 2]]
         >>> grid_blocks((1, 5), (1, 2), shift=(0, 1)).tolist()
         [0, 1, 1, 2, 2]
+
+    Liu et al., `Swin Transformer <https://arxiv.org/abs/2103.14030>`_, 2021.
     """
     shape = _checked_shape(shape)
     labels = torch.zeros((), dtype=torch.int64)
@@ -1185,9 +1214,9 @@ def as_graph(
         The graph.
 
     Raises:
-        TypeError: `x` is none of these.
-        ValueError: sizes disagree, or `flow` is `"target_to_source"` for anything but an `edge_index`; and as
-            `SparseGraph.from_edge_index`.
+        TypeError: `x` is none of these; a size is not an int, or `size` not a pair.
+        ValueError: sizes disagree, `Data` holds no edges, `flow` is another word, or `"target_to_source"` comes
+            with anything but an `edge_index`; and as `SparseGraph.from_edge_index`.
         IndexError: an id is out of range.
 
     Example:
@@ -1269,8 +1298,8 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
 
     Symmetric, no self-loops, no parallel edges; connected from degree 2 on. Where cycles share an edge, its
     nodes have fewer than `degree` keys; an odd degree adds a random matching. Complete when
-    `num_nodes <= degree + 1`. These are the long-range edges of Exphormer (Shirzad et al., 2023); a union of
-    random cycles is an expander with high probability (Friedman, 2008).
+    `num_nodes <= degree + 1`. These are the long-range edges of Exphormer; a union of random cycles is an
+    expander with high probability (Friedman, 2008). O(num_nodes · degree), and a sort of these edges.
 
     Args:
         num_nodes: number of nodes.
@@ -1287,6 +1316,8 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
     Example:
         >>> expander_graph(5, 4, seed=0)  # complete
         SparseGraph(5 keys -> 5 queries, 20 edges)
+
+    Shirzad et al., `Exphormer <https://arxiv.org/abs/2303.06147>`_, 2023.
     """
     check_count("`num_nodes`", num_nodes)
     check_count("`degree`", degree)
@@ -1311,8 +1342,8 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
 def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence[int]) -> SparseGraph:
     """Graph in which `global_nodes` attend to all nodes and all nodes attend to them.
 
-    The global tokens of Longformer and BigBird (Beltagy et al., 2020; Zaheer et al., 2020), O(n) edges for
-    each: `union` it with a local pattern. A global node attends to itself too; no parallel edges.
+    The global tokens of Longformer and BigBird, O(num_nodes) edges for each: `union` it with a local pattern.
+    A global node attends to itself too; no parallel edges.
 
     Args:
         num_nodes: number of nodes.
@@ -1322,13 +1353,17 @@ def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence
         The graph, its edges sorted by (query, key).
 
     Raises:
-        ValueError: `global_nodes` is not a one-dimensional list of integers.
-        TypeError: `global_nodes` is neither a tensor nor a sequence of numbers.
+        ValueError: `global_nodes` is not a one-dimensional list of integers; `num_nodes` is negative or not
+            below 2**31.
+        TypeError: `global_nodes` is neither a tensor nor a sequence of numbers, or `num_nodes` not an int.
         IndexError: an id is outside `[0, num_nodes)`.
 
     Example:
         >>> global_graph(4, [0]).to_mask().sum().item()
         7
+
+    Beltagy et al., `Longformer <https://arxiv.org/abs/2004.05150>`_, 2020; Zaheer et al., `Big Bird
+    <https://arxiv.org/abs/2007.14062>`_, 2020.
     """
     check_count("`num_nodes`", num_nodes)
     try:

@@ -30,7 +30,8 @@ class AddLaplacianEigenvectorPE(BaseTransform):
 
     Raises:
         ValueError: `k` is negative, `attr_name` taken, or the data has no edges to look at.
-        TypeError: `k` is not an int, the data not a `Data`, or `x` not dense floating point.
+        TypeError: `k` is not an int, `attr_name` neither a str nor None, `random_sign` not a bool, the data not a
+            `Data`, or `x` not dense floating point.
 
     Example:
         >>> data = Data(x=torch.zeros(2, 3), edge_index=torch.tensor([[0, 1], [1, 0]]))
@@ -79,7 +80,8 @@ class AddRandomWalkPE(BaseTransform):
 
     Raises:
         ValueError: `walk_length` is negative, `attr_name` taken, or the data has no edges to look at.
-        TypeError: `walk_length` is not an int, the data not a `Data`, or `x` not dense floating point.
+        TypeError: `walk_length` is not an int, `attr_name` neither a str nor None, the data not a `Data`, or `x` not
+            dense floating point.
 
     Example:
         >>> data = Data(x=torch.zeros(2, 3), edge_index=torch.tensor([[0, 1], [1, 0]]))
@@ -119,7 +121,8 @@ class AddSinusoidalPE(BaseTransform):
     Raises:
         ValueError: `dim` is negative, `attr_name` taken, `pos` is not finite or of another shape than `[nodes]` or
             `[nodes, axes]`, or the data does not say how many nodes it has.
-        TypeError: `dim` is not an int, the data not a `Data`, or `x` not dense floating point.
+        TypeError: `dim` is not an int, `attr_name` neither a str nor None, the data not a `Data`, or `x` not dense
+            floating point.
 
     Example:
         >>> AddSinusoidalPE(2)(Data(num_nodes=2)).sinusoidal_pe

@@ -46,6 +46,7 @@ class GraphMultiheadAttention(MessagePassing):
     Raises:
         ValueError: `embed_dim` is not a multiple of `num_heads`, a width is below 1, or `dropout` lies outside
             [0, 1].
+        TypeError: a width or `num_heads` is not an int, or `dropout` no number.
 
     Example:
         >>> from graphattn import WindowGraph

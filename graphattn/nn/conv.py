@@ -51,8 +51,9 @@ class TransformerConv(pyg.TransformerConv):
         **kwargs: those of `torch_geometric.nn.MessagePassing`, such as `flow` and `aggr`.
 
     Raises:
-        ValueError: a number of channels or heads is too small, or `dropout` lies outside [0, 1].
-        TypeError: one of them is no number.
+        ValueError: a number of channels or heads is too small, `dropout` lies outside [0, 1], or `flow` is
+            another word than PyG's.
+        TypeError: a number of channels or heads is not an int, `dropout` no number, or an argument unknown.
 
     Example:
         >>> conv = TransformerConv(in_channels=8, out_channels=4, heads=2)
@@ -125,8 +126,10 @@ class TransformerConv(pyg.TransformerConv):
 
         Raises:
             ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
-                together with `edge_attr` or with `flow="target_to_source"`.
-                TypeError: features that are not dense floating tensors of the layer's dtype.
+                together with `edge_attr` or with `flow="target_to_source"`; an `edge_index` that is not an
+                integer one of shape `[2, E]`.
+            TypeError: features that are not dense floating tensors of the layer's dtype, or `edge_index` nothing
+                that stands for a graph.
             IndexError: a node id outside `[0, N)`.
         """
         x_src, x_dst = self._endpoints(x)
@@ -310,7 +313,8 @@ def accelerate(model: _Model) -> _Model:
     """Switches every PyG `TransformerConv` in `model` to the fused layer, in place.
 
     Only layers of exactly that class change, also inside containers, `HeteroConv` and `to_hetero` models;
-    parameters, `state_dict` keys, hooks and results stay. Users' subclasses are left as they are.
+    parameters, `state_dict` keys, hooks and results stay. Users' subclasses are left as they are. Nothing is
+    copied. TorchScript no longer takes the model: `torch.compile` and `torch.export` do.
 
     Args:
         model: any module, a layer itself included.

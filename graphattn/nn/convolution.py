@@ -34,7 +34,8 @@ class ConvolutionalAttention(torch.nn.Module):
     that is not finite makes NaN of the outputs whose windows see it, and no others.
 
     Args:
-        in_channels, out_channels: of the images.
+        in_channels: channels of the images.
+        out_channels: channels of the output.
         kernel_size: pixels of the window, an int or (height, width).
         heads: number of heads, one for each pixel of the window by default.
         padding: pixels added around the image, an int, (height, width), "same" or "valid".
@@ -123,6 +124,11 @@ class ConvolutionalAttention(torch.nn.Module):
         Raises:
             TypeError: `conv` is not a `torch.nn.Conv2d`, or computes something of its own, or is not real.
             ValueError: its stride is not 1, or it has no weights yet.
+
+        Example:
+            >>> conv = torch.nn.Conv2d(3, 8, kernel_size=(1, 3), dilation=2)
+            >>> ConvolutionalAttention.from_conv2d(conv)
+            ConvolutionalAttention(3, 8, kernel_size=(1, 3), heads=3, dilation=(2, 2), groups=1)
         """
         own = isinstance(conv, torch.nn.Conv2d) and type(conv).forward is torch.nn.Conv2d.forward
         if not own or "forward" in vars(conv):
@@ -160,11 +166,19 @@ class ConvolutionalAttention(torch.nn.Module):
         return layer.train(conv.training)
 
     def forward(self, images: Float[Tensor, "*batch channels height width"]) -> Tensor:
-        """Images ``[B, in_channels, H, W]`` or ``[in_channels, H, W]`` in, ``out_channels`` out, as `Conv2d`.
+        """Images in, images out, as `Conv2d`.
+
+        Args:
+            images: ``[B, in_channels, H, W]`` or ``[in_channels, H, W]``.
+
+        Returns:
+            ``[B, out_channels, H', W']`` or without B: the padded size less what the dilated kernel spans beside one
+            pixel.
 
         Raises:
             ValueError: images of another shape, or smaller than the kernel after padding.
             TypeError: images of another dtype than the layer; under autocast, not floating point.
+            RuntimeError: "reflect" or "circular" padding that is too wide for the images, as in `Conv2d`.
         """
         dtype = self.weight.dtype
         if not isinstance(images, Tensor) or images.layout is not torch.strided:

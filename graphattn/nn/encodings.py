@@ -52,7 +52,13 @@ class LearnedEncoding(torch.nn.Module):
         torch.nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Int[Tensor, "nodes axes"]) -> Float[Tensor, "nodes dim"]:
-        """The vectors of integer positions ``[nodes]`` or ``[nodes, axes]``, as ``[nodes, dim]``.
+        """The vectors of integer positions.
+
+        Args:
+            positions: ``[nodes]`` or ``[nodes, axes]``, as many axes as the table has.
+
+        Returns:
+            ``[nodes, dim]``.
 
         Raises:
             ValueError: positions have another shape, or another number of axes than the table.
@@ -146,10 +152,17 @@ class ContinuousEncoding(torch.nn.Module):
     def forward(
         self, positions: Int[Tensor, "nodes 1"] | Float[Tensor, "nodes 1"], layer: int = 0
     ) -> Float[Tensor, "nodes dim"]:
-        """The encoding of positions ``[nodes]`` or ``[nodes, 1]`` for a layer, as ``[nodes, dim]``.
+        """The encoding of positions for a layer.
+
+        Args:
+            positions: ``[nodes]`` or ``[nodes, 1]``, any real numbers.
+            layer: number of the layer, from 0 on.
+
+        Returns:
+            ``[nodes, dim]``.
 
         Raises:
-            ValueError: positions have another shape or are not finite.
+            ValueError: positions have another shape or are not finite, or `layer` is negative.
             TypeError: positions are not real numbers, or `layer` is not an int.
             IndexError: there is no such layer.
         """
@@ -255,7 +268,14 @@ class RotaryEncoding(torch.nn.Module):
     def forward(
         self, x: Float[Tensor, "*batch nodes heads dim"], positions: Int[Tensor, "nodes axes"]
     ) -> Float[Tensor, "*batch nodes heads dim"]:
-        """Queries or keys ``[..., nodes, heads, dim]``, turned by positions ``[nodes]`` or ``[nodes, axes]``.
+        """Queries or keys, turned by their positions.
+
+        Args:
+            x: ``[..., nodes, heads, dim]``.
+            positions: ``[nodes]`` or ``[nodes, axes]``, any real numbers.
+
+        Returns:
+            ``[..., nodes, heads, dim]`` in the dtype of `x`, computed in float32 (float64 for float64).
 
         Raises:
             ValueError: a shape does not fit, positions are not finite, or `dim` cannot be shared by the axes.
@@ -339,7 +359,7 @@ class RelativeBias(torch.nn.Module):
         torch.nn.init.trunc_normal_(self.weight, std=0.02)
 
     def forward(self) -> Float[Tensor, "*edges heads"]:
-        """The bias, in the edge layout of the graph."""
+        """The bias, ``[*edge_shape, heads]`` in the edge layout of the graph, the first size 1 where it can be."""
         return self.weight[self.index]
 
     def extra_repr(self) -> str:

@@ -51,8 +51,10 @@ class GraphTransformerLayer(torch.nn.Module):
         bias: give linear maps and norms a bias.
 
     Raises:
-        ValueError: `d_model` is not a multiple of `nhead`, `dropout` lies outside [0, 1], `layer_norm_eps` is
-            negative, or `activation` is another name.
+        ValueError: `d_model` is not a multiple of `nhead`, `dim_feedforward` is below 1, `dropout` lies outside
+            [0, 1], `layer_norm_eps` is not a number of at least 0, or `activation` neither of the names nor a
+            function.
+        TypeError: a number of channels or heads is not an int, or `dropout` no number.
 
     Example:
         >>> from graphattn import CompleteGraph
@@ -117,7 +119,10 @@ class GraphTransformerLayer(torch.nn.Module):
             `[..., *edge_shape, nhead]`, before dropout.
 
         Raises:
-            ValueError, TypeError, IndexError: as `GraphMultiheadAttention`.
+            ValueError: a shape does not fit the layer or the graph.
+            TypeError: `x` is not a dense floating point tensor of the layer's dtype, or `graph` nothing that
+                stands for a graph.
+            IndexError: a node id of an `edge_index` is out of range.
         """
         check_features("x", x, self.self_attn.embed_dim, self.linear1.weight)
         normed = self.norm1(x) if self.norm_first else x
@@ -144,6 +149,7 @@ class GraphTransformer(torch.nn.Module):
     Layers are `GraphTransformerLayer`s with GELU and 4·hidden_channels in the feed-forward network. Attention
     does not know where a node is: positions come in as node features e, such as those of
     `graphattn.encodings`, one row for each node and the same for every leading index.
+    O(num_layers · (N·hidden_channels² + E·hidden_channels)) time.
 
     Args:
         in_channels: features of a node.
@@ -158,8 +164,9 @@ class GraphTransformer(torch.nn.Module):
             dropout neither.
 
     Raises:
-        ValueError: `hidden_channels` is not a multiple of `heads`, a number is negative, or `dropout` lies
-            outside [0, 1].
+        ValueError: `hidden_channels` is not a multiple of `heads`, a number is below 1 (`num_layers` and
+            `encoding_channels`: below 0), or `dropout` lies outside [0, 1].
+        TypeError: a number is not an int, or `dropout` no number.
 
     Example:
         >>> model = GraphTransformer(in_channels=3, hidden_channels=8, out_channels=2, num_layers=2, heads=2)
@@ -233,7 +240,9 @@ class GraphTransformer(torch.nn.Module):
 
         Raises:
             ValueError: a shape does not fit the model or the graph, or `encoding` is missing or not expected.
-            TypeError, IndexError: as `GraphMultiheadAttention`.
+            TypeError: `x` or `encoding` is not a dense floating point tensor of the model's dtype, or `graph`
+                nothing that stands for a graph.
+            IndexError: a node id of an `edge_index` is out of range.
         """
         check_features("x", x, self.in_channels, self.lin_in.weight)
         nodes = x.size(-2)
@@ -298,8 +307,10 @@ class GPSConv(pyg.GPSConv):
 
     Raises:
         ValueError: `channels` is not a multiple of `heads`, `dropout` lies outside [0, 1], `attn_type` is another
-            word, or `attn_kwargs` has other channels for keys or values than nodes have.
-        TypeError: `conv` is no module, or `attn_kwargs` has an argument that the attention does not take.
+            word, PyG knows no such `act` or `norm`, or `attn_kwargs` has other channels for keys or values than
+            nodes have.
+        TypeError: `channels` or `heads` is not an int, `conv` no module, `norm` neither a str nor a module, or
+            `attn_kwargs` has an argument that the attention does not take.
         NotImplementedError: `attn_kwargs` asks for keys beside those of the nodes (`add_bias_kv`,
             `add_zero_attn`).
 

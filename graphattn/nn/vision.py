@@ -60,8 +60,10 @@ class VisionTransformer(torch.nn.Module):
             bottom and on the right) or "crop" (what is left over there).
 
     Raises:
-        ValueError: a size does not fit (`image_size` to `patch_size`, `dim` to `heads`), or `pool` or
-            `remainder` is none of the words above.
+        ValueError: a size does not fit (`image_size` to `patch_size`, `dim` to `heads`), a number is too small,
+            `dropout` lies outside [0, 1], `pool` or `remainder` is none of the words above, or "class" is asked
+            for without a class token.
+        TypeError: a size, a number or the radius is not an int, or `dropout` no number.
 
     Example:
         >>> model = VisionTransformer(32, 8, 10, dim=16, depth=2, heads=2, mlp_dim=32, radius=1)
@@ -156,7 +158,7 @@ class VisionTransformer(torch.nn.Module):
             `patch_graph(H // patch height, W // patch width)`.
 
         Raises:
-            ValueError: `images` has a wrong shape.
+            ValueError: `images` has a wrong shape, or is no whole number of patches (see `remainder`).
             TypeError: `images` is not a dense floating point tensor of the model's dtype.
         """
         x = self.patch_embedding(self._whole_patches(images))
@@ -182,7 +184,27 @@ class VisionTransformer(torch.nn.Module):
     def patch_graph(self, height: int, width: int) -> Graph:
         """The graph of an image of `height` x `width` patches.
 
-        Its nodes are the class token, the registers, then the patches row by row.
+        Its nodes are the class token, the registers, then the patches row by row. Built anew in every call.
+        With a radius and extra tokens it is a `SparseGraph`, sorted by (query, key): O(E log E); else nothing
+        is listed.
+
+        Args:
+            height: patches down.
+            width: patches across.
+
+        Returns:
+            The graph that every layer attends on, whose edge layout the weights have.
+
+        Raises:
+            ValueError: a number is below 1.
+            TypeError: a number is not an int.
+
+        Example:
+            >>> sizes = dict(dim=16, depth=1, heads=2, mlp_dim=32)
+            >>> VisionTransformer(32, 8, 10, **sizes).patch_graph(4, 4)  # the patches and the class token
+            CompleteGraph(17 keys -> 17 queries, 289 edges)
+            >>> VisionTransformer(32, 8, 10, **sizes, radius=0).patch_graph(1, 2).to_edge_index().tolist()
+            [[0, 1, 2, 0, 1, 0, 2], [0, 0, 0, 1, 1, 2, 2]]
         """
         check_count("`height`", height, 1)
         check_count("`width`", width, 1)
@@ -283,6 +305,11 @@ class VisionTransformer(torch.nn.Module):
             ValueError: the names are of no known library, some are missing, unexpected or of a wrong shape
                 (all are listed), or the grid of position embeddings is unknown.
             TypeError: `state_dict` is not a mapping of names to dense floating point tensors.
+
+        Example:
+            >>> import timm  # doctest: +SKIP
+            >>> weights = timm.create_model("vit_base_patch16_224", pretrained=True).state_dict()  # doctest: +SKIP
+            >>> model = VisionTransformer.from_state_dict(weights, heads=12, radius=3)  # doctest: +SKIP
         """
         weights, options = _translated(state_dict)
         if options["norm_pooled"] and pool == "class":
