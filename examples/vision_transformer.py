@@ -87,7 +87,7 @@ def mnist(root: Path, train_images: int) -> Images:
     Raises:
         FileNotFoundError: files are missing.
     """
-    parts = [_mnist_part(root, *names) for names in MNIST_FILES.values()]
+    parts = [mnist_part(root, part) for part in MNIST_FILES]
     (train, train_labels), (test, test_labels) = (
         (torch.from_numpy(image).unsqueeze(1).float() / 255, torch.from_numpy(label).long())
         for image, label in parts
@@ -103,7 +103,9 @@ def held_out(data: Images) -> Images:
     return Images(images[:train], labels[:train], images[train:], labels[train:])
 
 
-def _mnist_part(root: Path, npz: str, idx: str) -> tuple[np.ndarray, np.ndarray]:
+def mnist_part(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images `[n, 28, 28]` and labels of MNIST's part "train" or "test", uint8."""
+    npz, idx = MNIST_FILES[part]
     for folder in (root, root / "mnist", root / "MNIST" / "raw"):
         if (folder / npz).is_file():
             with np.load(folder / npz) as file:

@@ -420,7 +420,7 @@ def test_convolution_reads_mnist_files(tmp_path):
 
 def test_missing_mnist_ends_with_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        convolution.main(["--mnist", str(tmp_path)])
+        convolution.main(["--root", str(tmp_path)])
     assert stopped.value.code == 1
     assert "train-images-idx3-ubyte" in capsys.readouterr().err
 
