@@ -122,11 +122,12 @@ def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     edges, times = figure.subplots(1, 2)
     names, places = [row.graph for row in rows], np.arange(len(rows))
     edges.bar(names, [row.edges for row in rows], color="0.6")
-    edges.set(title=title, ylabel="edges", yscale="log")
+    edges.set(title=title, ylabel="edges")
     times.bar(places - 0.2, [1000 * row.seconds for row in rows], 0.4, label="graph attention")
     times.bar(places + 0.2, [1000 * row.eager_seconds for row in rows], 0.4, label="eager with the mask")
     times.set(title="forward pass", ylabel="ms")
     times.set_xticks(places, names)
+    times.margins(y=0.25)  # room for the legend
     times.legend()
     figure.savefig(path, dpi=120)
 
