@@ -25,7 +25,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 import datasets
-from benchmarks.run import RESULTS, machine_and_versions, read_rows, write_rows
+from benchmarks.run import ORIGIN, RESULTS, machine_and_versions, read_rows, write_rows
 from examples.node_classification import SETTINGS, Settings, prepare, train, with_split
 
 ACCURACY_RESULTS = RESULTS.with_name("accuracy.csv")
@@ -43,14 +43,7 @@ COLUMNS = (
     "seconds",  # wall time of the run
     "settings",
     "threads",
-    "cpu",
-    "cores",
-    "torch",
-    "pyg",
-    "numba",
-    "python",
-    "commit",
-    "date",
+    *ORIGIN,
 )
 
 

@@ -68,6 +68,9 @@ STRUCTURED_RESULTS = RESULTS.with_name("structured_cpu.csv")
 BASELINE = next(iter(PROVIDERS))
 ALONE = "no peer to agree with"
 
+# Where, with what and when a row was measured: `machine_and_versions`.
+ORIGIN = ("cpu", "cores", "torch", "pyg", "numba", "python", "commit", "date")
+
 COLUMNS = (
     "case",
     "nodes",
@@ -87,14 +90,7 @@ COLUMNS = (
     "rounds",
     "error",  # largest difference from graphattn
     "note",  # why there is no number, or what to know about it
-    "cpu",
-    "cores",
-    "torch",
-    "pyg",
-    "numba",
-    "python",
-    "commit",
-    "date",
+    *ORIGIN,
 )
 
 

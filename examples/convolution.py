@@ -1,7 +1,7 @@
 """Convolution is attention on a grid graph with fixed scores; what the fixed scores are worth on few images.
 
     python -m examples.convolution                        # 8×8 digits, no download
-    python -m examples.convolution --root DIR             # 28×28 digits from MNIST files in DIR
+    python -m examples.convolution --root DIR             # MNIST, 28×28, from the files in DIR
 
 First the equality: a convolution of a real image, and attention on a grid graph that gives the same numbers. Then
 a small convolutional network, a vision transformer (complete graph of patches) and the same transformer on a
@@ -14,7 +14,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
@@ -22,33 +21,29 @@ from torch import Tensor
 from tqdm import tqdm
 
 import datasets
+from examples.long_training import STEPS, rise_and_fall
 from examples.positional_encodings import check_figure
+from examples.vision_transformer import mnist_part
 from graphattn import CompleteGraph, Graph, GridGraph, graph_attention
 from graphattn.nn import ConvolutionalAttention, LearnedEncoding, RelativeBias
 
 MODELS = ("CNN", "ViT", "ViT on windows")
 
 
-def load(mnist: Path | None) -> tuple[Tensor, Tensor]:
-    """Images `[n, 1, H, W]` in [0, 1], in random order, and labels."""
-    if mnist is None:
+def load(root: Path | None) -> tuple[Tensor, Tensor]:
+    """Images `[n, 1, H, W]` in [0, 1], in random order, and labels.
+
+    Raises:
+        FileNotFoundError: files are missing.
+    """
+    if root is None:
         data = datasets.digits()
         images, labels = data.x.view(-1, 1, 8, 8), data.y
     else:
-        images, labels = (torch.from_numpy(read_idx(mnist, part)) for part in ("images-idx3", "labels-idx1"))
+        images, labels = (torch.from_numpy(array) for array in mnist_part(root, "train"))
         images, labels = images.unsqueeze(1).float() / 255, labels.long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return images[order], labels[order]
-
-
-def read_idx(folder: Path, part: str) -> np.ndarray:
-    """Read one of the original MNIST files, `train-images-idx3-ubyte` and so on."""
-    folder = folder / "mnist" if (folder / "mnist").is_dir() else folder
-    path = folder / f"train-{part}-ubyte"
-    content = path.read_bytes()
-    axes = content[3]
-    shape = np.frombuffer(content, ">i4", axes, offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()
 
 
 class ConvNet(torch.nn.Module):
@@ -116,14 +111,14 @@ def new_model(name: str, size: int) -> torch.nn.Module:
 
 
 def accuracy(
-    name: str, images: Tensor, labels: Tensor, number: int, tests: int, steps: int, seed: int
+    name: str, images: Tensor, labels: Tensor, number: int, tests: int, epochs: int, seed: int
 ) -> float:
     """Train on the first images, in batches of 32; the share of right answers on the last."""
     torch.manual_seed(seed)
     model = new_model(name, images.size(-1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
-    for _ in tqdm(range(steps), desc=f"{name}, {number} images", leave=False, disable=None):
+    schedule = rise_and_fall(optimizer, epochs * STEPS, rise=0.3)
+    for _ in tqdm(range(epochs * STEPS), desc=f"{name}, {number} images", leave=False, disable=None):
         batch = torch.randint(number, (32,))
         loss = F.cross_entropy(model(images[batch]), labels[batch])
         optimizer.zero_grad()
@@ -168,14 +163,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
         prog="python -m examples.convolution", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--root",
-        "--mnist",
-        type=Path,
-        help="folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, or with mnist/ that holds them",
+        "--root", type=Path, help="folder with the MNIST files (default: the embedded digits)"
     )
     parser.add_argument("--images", type=int, nargs="+", default=[30, 100, 300, 1000], help="training images")
     parser.add_argument(
-        "--steps", "--epochs", type=int, default=250, help="training steps, batches of 32 images"
+        "--epochs",
+        type=int,
+        default=10,
+        help=f"an epoch is {STEPS} batches of 32 images, however many there are to draw from (10)",
     )
     parser.add_argument("--tests", type=int, default=700, help="test images")
     parser.add_argument("--seed", type=int, default=0)
@@ -183,10 +178,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     args = parser.parse_args(argv)
     try:
         images, labels = load(args.root)
-    except (OSError, ValueError, IndexError) as error:
-        parser.exit(1, f"--root {args.root} cannot be read: {error}\n")
-    if min(args.images) < 1 or args.tests < 1 or args.steps < 3:
-        parser.error("--images and --tests must be at least 1, --steps 3")
+    except (OSError, ValueError, KeyError) as error:
+        parser.exit(1, f"{error}\n")
+    if min(args.images) < 1 or args.tests < 1 or args.epochs < 1:
+        parser.error("--images, --tests and --epochs must be at least 1")
     if max(args.images) + args.tests > len(labels):
         parser.error(f"--images and --tests must together be at most the {len(labels)} images")
     check_figure(parser, args.out)
@@ -198,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     scores = {}
     for name in MODELS:
         scores[name] = [
-            accuracy(name, images, labels, n, args.tests, args.steps, args.seed) for n in args.images
+            accuracy(name, images, labels, n, args.tests, args.epochs, args.seed) for n in args.images
         ]
         print(f"{name:<16}" + "".join(f"{100 * score:>8.1f}" for score in scores[name]), flush=True)
     draw(args.out, shown, scores, args.images)

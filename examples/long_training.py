@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+STEPS = 25  # of an epoch where batches are drawn at random, so that no pass over the data says when one ends
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -335,7 +335,9 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         action="store_true",
         help="leave the test fold out altogether and test on the next one: to choose settings",
     )
-    parser.add_argument("--epochs", type=int, help="default: as set for the data set")
+    parser.add_argument(
+        "--epochs", type=int, help="passes over the training molecules (default: as set for the data set)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="the figure (default: out/molecules_DATASET.png)")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")

@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 import datasets
 import graphattn.nn
+from examples.positional_encodings import check_figure
 
 NORMS = {"none": torch.nn.Identity, "batch": torch.nn.BatchNorm1d, "layer": torch.nn.LayerNorm}
 LAYERS = {
@@ -393,7 +394,9 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     )
     parser.add_argument("--layer", choices=LAYERS, default="graphattn")
     parser.add_argument("--compare", action="store_true", help="run both layers; measure time and memory")
-    parser.add_argument("--epochs", type=int, help="at most that many (default: as set for the data set)")
+    parser.add_argument(
+        "--epochs", type=int, help="passes over the graph, at most (default: as set for the data set)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--out", type=Path, help="the figure (default: out/node_classification_DATASET.png)")
@@ -401,13 +404,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     if args.seeds < 1 or (args.epochs is not None and args.epochs < 1):
         parser.error("--seeds and --epochs must be at least 1")
     out = args.out or Path("out", f"node_classification_{args.dataset}.png")
-    formats = Figure().canvas.get_supported_filetypes()
-    if out.suffix[1:].lower() not in formats:
-        parser.error(f"--out must end in one of {', '.join(formats)}, got {out}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {out} cannot be written: {error}")
+    check_figure(parser, out)
 
     settings = SETTINGS[args.dataset]
     if args.epochs is not None:

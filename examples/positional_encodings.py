@@ -1,6 +1,7 @@
 """Show what attention does not see without a positional encoding, and what each encoding tells it.
 
-    python -m examples.positional_encodings
+    python -m examples.positional_encodings                # random sequences, no download
+    python -m examples.positional_encodings --root DIR     # draws a molecule of MUTAG, from the files in DIR
 
 First, numbers: permuted nodes give permuted outputs, unless positions are part of the features. Then a task that
 needs order, with and without each encoding: say which of the symbols A and B of a random sequence came first.
@@ -20,8 +21,11 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch_geometric.utils import to_networkx
 from tqdm import tqdm
 
+import datasets
+from examples.long_training import STEPS
 from graphattn import CompleteGraph, GridGraph, SparseGraph, graph_attention
 from graphattn.encodings import alibi, laplacian_eigenvectors, random_walk, sinusoidal
 from graphattn.nn import LearnedEncoding, RelativeBias, RotaryEncoding
@@ -96,12 +100,12 @@ def sequences(number: int) -> tuple[Tensor, Tensor]:
     return tokens, (places[:, 0] < places[:, 1]).long()
 
 
-def accuracy(encoding: str, steps: int, seed: int) -> float:
+def accuracy(encoding: str, epochs: int, seed: int) -> float:
     """Train on fresh sequences; the share of right answers on 1,000 others."""
     torch.manual_seed(seed)
     model = Reader(encoding)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    for _ in tqdm(range(steps), desc=encoding, leave=False, disable=None):
+    for _ in tqdm(range(epochs * STEPS), desc=encoding, leave=False, disable=None):
         tokens, answer = sequences(64)
         loss = F.cross_entropy(model(tokens), answer)
         optimizer.zero_grad()
@@ -126,7 +130,22 @@ def permutation_differences(seed: int) -> tuple[float, float]:
     return without.abs().max().item(), added.abs().max().item()
 
 
-def draw(path: Path, scores: dict[str, float]) -> None:
+def random_graph() -> tuple[nx.Graph, dict[int, Sequence[float]]]:
+    """The largest connected part of a random geometric graph, and where its nodes are."""
+    G = nx.random_geometric_graph(120, 0.16, seed=3)
+    G = nx.convert_node_labels_to_integers(G.subgraph(max(nx.connected_components(G), key=len)))
+    return G, nx.get_node_attributes(G, "pos")
+
+
+def largest_molecule(root: Path) -> tuple[nx.Graph, dict[int, Sequence[float]]]:
+    """The molecule of MUTAG with the most atoms, and where to draw them."""
+    G = to_networkx(
+        max(datasets.molecules("MUTAG", root), key=lambda data: data.num_nodes), to_undirected=True
+    )
+    return G, nx.kamada_kawai_layout(G)
+
+
+def draw(path: Path, scores: dict[str, float], G: nx.Graph, place: dict[int, Sequence[float]]) -> None:
     figure = Figure(figsize=(13, 8), layout="constrained")
     axes = figure.subplots(2, 3)
     maps = {
@@ -140,11 +159,6 @@ def draw(path: Path, scores: dict[str, float]) -> None:
         ax.set_title(title, fontsize=10)
         figure.colorbar(image, ax=ax)
 
-    G = nx.convert_node_labels_to_integers(
-        nx.random_geometric_graph(120, 0.16, seed=3), label_attribute="was"
-    )
-    G = nx.convert_node_labels_to_integers(G.subgraph(max(nx.connected_components(G), key=len)))
-    place = nx.get_node_attributes(G, "pos")
     colours = laplacian_eigenvectors(SparseGraph.from_networkx(G), 2)
     ax = axes[1, 1]
     nx.draw_networkx_edges(G, place, ax=ax, alpha=0.3)
@@ -168,32 +182,39 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         prog="python -m examples.positional_encodings", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--steps",
+        "--root", type=Path, help="folder with MUTAG, of which a molecule is drawn (default: a random graph)"
+    )
+    parser.add_argument(
         "--epochs",
         type=int,
-        default=400,
-        help="training steps for each encoding, on fresh sequences",
+        default=16,
+        help=f"for each encoding, an epoch being {STEPS} steps of 64 new sequences (16)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path("out", "positional_encodings.png"), help="the figure"
     )
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
     check_figure(parser, args.out)
+    try:
+        drawn = random_graph() if args.root is None else largest_molecule(args.root)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{error}\n")
 
     without, added = permutation_differences(args.seed)
     print(f"attend(permuted x) - permuted attend(x):            at most {without:.1e}")
     print(f"the same with sinusoidal positions added to x:      at most {added:.1e}")
     print(
-        f"\nwhich came first, A or B? {LENGTH} nodes, complete graph, {args.steps} steps; a guess is right in 50 %"
+        f"\nwhich came first, A or B? {LENGTH} nodes, complete graph, {args.epochs * STEPS} steps;"
+        " a guess is right in 50 %"
     )
     scores = {}
     for encoding in ENCODINGS:
-        scores[encoding] = accuracy(encoding, args.steps, args.seed)
+        scores[encoding] = accuracy(encoding, args.epochs, args.seed)
         print(f"{encoding:<14} {100 * scores[encoding]:5.1f} %", flush=True)
-    draw(args.out, scores)
+    draw(args.out, scores, *drawn)
     print(f"Figure: {args.out}")
     return scores
 

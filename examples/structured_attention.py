@@ -1,6 +1,7 @@
 """Run one layer on five graphs, and see what each of them lets a pixel attend to.
 
     python -m examples.structured_attention                 # handwritten digits, no download
+    python -m examples.structured_attention --root DIR      # MNIST from the files in DIR, at 8 x 8 pixels
 
 The pixels of an image are the nodes. A small network with one attention layer learns to read digits while the
 graph changes from step to step: complete, causal, window, grid, random. No parameter belongs to a graph, so
@@ -11,9 +12,10 @@ attention matrices for one image (grey: no edge), and below them where one pixel
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-import datasets
+from examples import vision_transformer
+from examples.long_training import rise_and_fall
+from examples.positional_encodings import check_figure
 from graphattn import (
     CompleteGraph,
     Graph,
@@ -39,6 +43,20 @@ from graphattn.plot import attention_matrix, draw_attention_matrix, draw_image_a
 SIDE = 8
 PIXELS = SIDE * SIDE
 QUERY = 3 * SIDE + 4  # the pixel whose view is drawn, near the middle
+BATCH = 64
+
+
+def load(root: Path | None) -> vision_transformer.Images:
+    """The embedded digits, or MNIST from `root`, each pixel the mean of those it takes the place of.
+
+    Raises:
+        FileNotFoundError: files are missing.
+    """
+    if root is None:
+        return vision_transformer.digits()
+    data = vision_transformer.mnist(root, train_images=5000)
+    train, test = (F.adaptive_avg_pool2d(images, SIDE) for images in (data.train, data.test[:1000]))
+    return replace(data, train=train, test=test, test_labels=data.test_labels[:1000])
 
 
 def graphs(seed: int) -> dict[str, Graph]:
@@ -97,22 +115,21 @@ class Reader(torch.nn.Module):
 
 
 def train(
-    model: Reader, images: Tensor, labels: Tensor, all_graphs: dict[str, Graph], steps: int, seed: int
+    model: Reader, images: Tensor, labels: Tensor, all_graphs: dict[str, Graph], epochs: int, seed: int
 ) -> None:
-    """Take `steps` steps of Adam, every step on the next of the graphs."""
+    """Train with AdamW, every batch on the next of the graphs."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1)
-    choice = list(all_graphs.values())
-    with tqdm(range(steps), desc="training", leave=False, disable=None) as bar:
-        for step in bar:
-            batch = torch.randint(len(images), (64,), generator=generator)
-            logits = model(images[batch], choice[step % len(choice)])
-            loss = F.cross_entropy(logits, labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    schedule = rise_and_fall(optimizer, epochs * -(-len(images) // BATCH), rise=0.3)
+    graph_of_step = itertools.cycle(all_graphs.values())
+    with tqdm(range(epochs), desc="training", leave=False, disable=None) as bar:
+        for _ in bar:
+            for batch in torch.randperm(len(images), generator=generator).split(BATCH):
+                loss = F.cross_entropy(model(images[batch], next(graph_of_step)), labels[batch])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
             bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
@@ -177,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     parser = argparse.ArgumentParser(
         prog="python -m examples.structured_attention", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--steps", type=int, default=500, help="training steps (default: 500)")
+    parser.add_argument(
+        "--root", type=Path, help="folder with the MNIST files (default: the embedded digits)"
+    )
+    parser.add_argument("--epochs", type=int, default=25, help="passes over the training images (25)")
     parser.add_argument("--image", type=int, default=0, help="number of the test image that is drawn")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the weights, the batches and the random graph"
@@ -189,30 +209,26 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         help="the figure (default: out/structured_attention.png)",
     )
     args = parser.parse_args(argv)
-    data = datasets.digits()
-    test = data.test_mask
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
-    if not 0 <= args.image < int(test.sum()):
-        parser.error(f"--image must be from 0 to {int(test.sum()) - 1}")
-    formats = Figure().canvas.get_supported_filetypes()
-    if args.out.suffix[1:].lower() not in formats:
-        parser.error(f"--out must end in one of {', '.join(formats)}, got {args.out}")
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be written: {error}")
+        data = load(args.root)
+    except (OSError, ValueError, KeyError) as error:
+        parser.exit(1, f"{error}\n")
+    if not 0 <= args.image < len(data.test):
+        parser.error(f"--image must be from 0 to {len(data.test) - 1}")
+    check_figure(parser, args.out)
 
     torch.manual_seed(args.seed)
     model, all_graphs = Reader(), graphs(args.seed)
-    train(model, data.x[~test], data.y[~test], all_graphs, args.steps, args.seed)
-    results = evaluate(model, data.x[test], data.y[test], all_graphs)
+    train(model, data.train, data.train_labels, all_graphs, args.epochs, args.seed)
+    results = evaluate(model, data.test, data.test_labels, all_graphs)
     print(f"One layer, the same {sum(p.numel() for p in model.parameters())} parameters on every graph;")
-    print(f"{int(test.sum())} test images of {PIXELS} pixels; ms is the layer on all of them\n")
+    print(f"{len(data.test)} test images of {PIXELS} pixels; ms is the layer on all of them\n")
     print(table(results))
-    digit = int(data.y[test][args.image])
+    digit = int(data.test_labels[args.image])
     title = f"One layer on five graphs, looking at a {digit}"
-    draw(args.out, model, data.x[test][args.image], all_graphs, title)
+    draw(args.out, model, data.test[args.image], all_graphs, title)
     print(f"\nFigure: {args.out}")
     return results
 

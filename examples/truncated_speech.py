@@ -94,7 +94,7 @@ def load(path: Path) -> Recordings:
         raise FileNotFoundError(
             f"{path} does not exist: give the folder that has it as --root, or no --root for the embedded set."
         ) from None
-    except Exception as error:
+    except Exception as error:  # of a damaged archive: BadZipFile, zlib.error, KeyError, EOFError, ...
         raise ValueError(
             f"{path} does not hold log-mel features ({type(error).__name__}: {error})."
         ) from error
@@ -367,7 +367,9 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     parser.add_argument(
         "--validate", action="store_true", help="test on held-out training recordings: to choose settings"
     )
-    parser.add_argument("--epochs", type=int, help="default: as set for the data")
+    parser.add_argument(
+        "--epochs", type=int, help="passes over the training recordings (default: as set for the data)"
+    )
     parser.add_argument("--longest", type=int, default=16384, help="frames of the longest recording timed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out", "truncated_speech.png"), help="the figure")

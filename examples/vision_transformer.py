@@ -27,6 +27,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import datasets
+from examples.long_training import rise_and_fall
+from examples.positional_encodings import check_figure
 from graphattn.nn import VisionTransformer
 
 
@@ -85,7 +87,7 @@ def mnist(root: Path, train_images: int) -> Images:
     Raises:
         FileNotFoundError: files are missing.
     """
-    parts = [_mnist_part(root, *names) for names in MNIST_FILES.values()]
+    parts = [mnist_part(root, part) for part in MNIST_FILES]
     (train, train_labels), (test, test_labels) = (
         (torch.from_numpy(image).unsqueeze(1).float() / 255, torch.from_numpy(label).long())
         for image, label in parts
@@ -101,7 +103,9 @@ def held_out(data: Images) -> Images:
     return Images(images[:train], labels[:train], images[train:], labels[train:])
 
 
-def _mnist_part(root: Path, npz: str, idx: str) -> tuple[np.ndarray, np.ndarray]:
+def mnist_part(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images `[n, 28, 28]` and labels of MNIST's part "train" or "test", uint8."""
+    npz, idx = MNIST_FILES[part]
     for folder in (root, root / "mnist", root / "MNIST" / "raw"):
         if (folder / npz).is_file():
             with np.load(folder / npz) as file:
@@ -173,7 +177,7 @@ def train(name: str, data: Images, settings: Settings, radius: int | None, seed:
     model = new_model(data, settings, radius, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     steps = settings.epochs * -(-len(data.train) // settings.batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=steps, pct_start=0.1)
+    schedule = rise_and_fall(optimizer, steps, rise=0.1)
     seconds = []
     with tqdm(range(settings.epochs), desc=name, leave=False, disable=None) as bar:
         for _ in bar:
@@ -234,7 +238,9 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
     )
     parser.add_argument("--radius", type=int, default=1, help="of the local patch graph, in patches")
     parser.add_argument("--train-images", type=int, default=5000, help="of MNIST, at most")
-    parser.add_argument("--epochs", type=int, help="default: as set for the data")
+    parser.add_argument(
+        "--epochs", type=int, help="passes over the training images (default: as set for the data)"
+    )
     parser.add_argument(
         "--validate", action="store_true", help="hold out a fifth of the training images and test on these"
     )
@@ -245,13 +251,7 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
         value, least = getattr(args, name), 0 if name == "radius" else 1
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    formats = Figure().canvas.get_supported_filetypes()
-    if args.out.suffix[1:].lower() not in formats:
-        parser.error(f"--out must end in one of {', '.join(formats)}, got {args.out}")
-    try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be written: {error}")
+    check_figure(parser, args.out)
 
     settings = DIGITS if args.root is None else MNIST
     if args.epochs is not None:

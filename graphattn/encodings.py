@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphattn.graph import CompleteGraph, Graph, GridGraph, WindowGraph, axis_intervals
+from graphattn.graph import (
+    CompleteGraph,
+    Graph,
+    GridGraph,
+    WindowGraph,
+    axis_intervals,
+    check_graph,
+    check_word,
+    checked_count,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
 
 _DENSE = 256  # nodes up to which a full eigendecomposition is the fastest
 _FALLBACK = 4096  # nodes up to which one is affordable where iterations do not converge
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BLOCK = 2**22  # entries of a matrix power that are held at once
 
 
@@ -57,7 +66,7 @@ def sinusoidal(
 
     Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
     """
-    dim = checked_count("dim", dim, 0)
+    dim = checked_count("`dim`", dim)
     base = checked_base(base)
     positions, dtype = checked_positions(positions)
     num_nodes, axes = positions.shape
@@ -125,11 +134,10 @@ def laplacian_eigenvectors(
     """
     from scipy.sparse import coo_array, csgraph, diags_array, eye_array
 
-    k = checked_count("k", k, 0)
+    k = checked_count("`k`", k)
     if normalization is not None and (not isinstance(normalization, str) or normalization != "sym"):
         raise ValueError(f'`normalization` must be "sym" or None, got {normalization!r}.')
-    if not isinstance(directed, str) or directed not in ("symmetrize", "raise"):
-        raise ValueError(f'`directed` must be "symmetrize" or "raise", got {directed!r}.')
+    check_word("`directed`", directed, ("symmetrize", "raise"))
     source, target, weight, dtype = _weighted_edges(graph, edge_weight)
     n = graph.num_queries
     _, component = csgraph.connected_components(
@@ -227,7 +235,7 @@ def random_walk(
     from scipy.sparse import coo_array, diags_array, eye_array
     from tqdm import tqdm
 
-    steps = checked_count("steps", steps, 0)
+    steps = checked_count("`steps`", steps)
     source, target, weight, dtype = _weighted_edges(graph, edge_weight)
     num_nodes = graph.num_queries
     largest = np.zeros(
@@ -279,7 +287,7 @@ def relative_positions(graph: Graph) -> Int[Tensor, "*edges axes"]:
         >>> relative_positions(WindowGraph(100, (2, 1))).flatten()
         tensor([-2, -1,  0,  1])
     """
-    _check_graph(graph)
+    check_graph(graph)
     if not isinstance(graph, (CompleteGraph, WindowGraph, GridGraph)):
         raise ValueError(
             f"`graph` must have positions, as a CompleteGraph, WindowGraph or GridGraph does, got {graph}."
@@ -346,7 +354,7 @@ def alibi(graph: Graph, heads: int) -> Float[Tensor, "*edges heads"]:
     Press et al., `Train Short, Test Long <https://arxiv.org/abs/2108.12409>`_, 2022; on grids: Fuller et al.,
     `CROMA <https://arxiv.org/abs/2311.00566>`_, 2023.
     """
-    heads = checked_count("heads", heads, 1)
+    heads = checked_count("`heads`", heads, 1)
     power = 2 ** (heads.bit_length() - 1)
     exponents = [8 * (h + 1) / power for h in range(power)]
     exponents += [4 * (2 * h + 1) / power for h in range(heads - power)]
@@ -362,7 +370,7 @@ def checked_positions(positions: Tensor) -> tuple[Tensor, torch.dtype]:
         raise TypeError(f"`positions` must be a dense tensor, got {got}.")
     floating = positions.is_floating_point()
     if positions.dtype in (torch.bool, torch.complex64, torch.complex128, torch.complex32) or (
-        floating and positions.dtype not in _FLOATS
+        floating and positions.dtype not in FLOATS
     ):
         raise TypeError(
             f"`positions` must be integers, float16, bfloat16, float32 or float64, got {positions.dtype}."
@@ -388,14 +396,6 @@ def checked_base(base: float) -> float:
     if not 1.0 <= base <= sys.float_info.max:
         raise ValueError(f"`base` must be a finite number of at least 1, got {base!r}.")
     return float(base)
-
-
-def checked_count(name: str, x: int, least: int) -> int:
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-        raise TypeError(f"`{name}` must be an int, got {type(x).__name__}.")
-    if x < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {x}.")
-    return int(x)
 
 
 def _smallest_eigenpairs(L, null: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -592,7 +592,7 @@ def _weighted_edges(
     graph: Graph, edge_weight: Tensor | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.dtype]:
     """Sources, targets and float64 weights of the edges whose weight is not 0, and the dtype of an encoding."""
-    _check_graph(graph)
+    check_graph(graph)
     if graph.num_keys != graph.num_queries:
         raise ValueError(
             f"`graph` must have the same nodes as keys and queries, got {graph.num_keys} keys and"
@@ -601,7 +601,7 @@ def _weighted_edges(
     source, target = graph.to_edge_index().cpu().numpy()
     if edge_weight is None:
         return source, target, np.ones(len(source)), torch.get_default_dtype()
-    if not isinstance(edge_weight, Tensor) or edge_weight.dtype not in _FLOATS:
+    if not isinstance(edge_weight, Tensor) or edge_weight.dtype not in FLOATS:
         got = edge_weight.dtype if isinstance(edge_weight, Tensor) else type(edge_weight).__name__
         raise TypeError(f"`edge_weight` must be a floating point tensor, got {got}.")
     if edge_weight.layout is not torch.strided or edge_weight.is_meta:
@@ -618,10 +618,3 @@ def _weighted_edges(
         )
     some = weight > 0
     return source[some], target[some], weight[some], edge_weight.dtype
-
-
-def _check_graph(graph: Graph) -> None:
-    if not isinstance(graph, Graph):
-        raise TypeError(
-            f"`graph` must be a Graph, got {type(graph).__name__}. Build one with graphattn.as_graph."
-        )

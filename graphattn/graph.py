@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 _LIMIT = 2**31  # node and edge numbers are int32
 _THREAD_EDGES = 50_000  # below this a second thread costs more than it saves
 _CACHED_EDGES = 2**18  # an edge list below this stays in the cache while it is sorted
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Graph:
@@ -79,15 +79,21 @@ class Graph:
         raise NotImplementedError
 
     def to(self, device: torch.device | str | int) -> Graph:
-        """The same graph on `device`."""
+        """The same graph on `device`; tensors that are there already are not copied."""
         raise NotImplementedError
 
     def to_sparse(self) -> SparseGraph:
-        """The same edges as a `SparseGraph`, in `to_edge_index()` order."""
+        """The same edges as a `SparseGraph`, in `to_edge_index()` order: two counting sorts, O(edges + nodes).
+
+        A `SparseGraph` returns itself.
+
+        Raises:
+            ValueError: there are 2**31 edges or more.
+        """
         raise NotImplementedError
 
     def to_edge_index(self) -> Int[Tensor, "2 edges"]:
-        """The edges as an int64 `edge_index` `[2, num_edges]`: keys in row 0, queries in row 1."""
+        """The edges as an int64 `edge_index` `[2, num_edges]`: keys in row 0, queries in row 1. O(num_edges)."""
         raise NotImplementedError
 
     def slots(self) -> Int[Tensor, " edges"]:
@@ -101,6 +107,10 @@ class Graph:
         """The edges as a bool mask `[num_queries, num_keys]`, True where the query may attend to the key.
 
         Parallel edges fall together. Takes O(num_queries · num_keys) memory.
+
+        Example:
+            >>> CompleteGraph(2, causal=True).to_mask().tolist()
+            [[True, False], [True, True]]
         """
         source, target = self.to_edge_index()
         mask = torch.zeros(self.num_queries, self.num_keys, dtype=torch.bool, device=self.device)
@@ -114,6 +124,10 @@ class Graph:
 
         Raises:
             ValueError: keys and queries are not the same nodes (`num_keys != num_queries`).
+
+        Example:
+            >>> list(WindowGraph(2, (1, 0)).to_networkx().edges(keys=True))
+            [(0, 0, 0), (0, 1, 1), (1, 1, 2)]
         """
         import networkx
 
@@ -196,9 +210,9 @@ class SparseGraph(Graph):
 
         Raises:
             ValueError: `edge_index` has another shape or is not of integer type; sizes are negative, 2**31 or
-                more, or disagree.
+                more, or disagree; both `num_nodes` and `size` are given.
             TypeError: `edge_index` is not a tensor or a sparse one, `num_nodes` or an entry of `size` not an
-                int.
+                int, or `size` not a pair.
             IndexError: an id is outside `[0, num_keys)` or `[0, num_queries)`.
 
         Example:
@@ -223,7 +237,9 @@ class SparseGraph(Graph):
             The graph, its edges in CSR order: edge e has key `col[e]`.
 
         Raises:
-            ValueError: a shape or dtype is wrong, or `rowptr` does not rise from 0 to `len(col)`.
+            ValueError: `rowptr` or `col` is no one-dimensional integer tensor, or `rowptr` does not rise from 0
+                to `len(col)`; `num_keys` is negative or not below 2**31.
+            TypeError: `num_keys` is not an int.
             IndexError: an id in `col` is outside `[0, num_keys)`.
 
         Example:
@@ -400,7 +416,7 @@ class SparseGraph(Graph):
         for name, ids, order_name, order, ptr, limit in sides:
             _check_stored(name, ids, torch.int32)
             _check_stored(order_name, order, torch.int32)
-            _check_count("the number of nodes", limit)
+            check_count("the number of nodes", limit)
             if {x.device for x in (ids, order, ptr)} != {
                 self.device
             } or not ids.shape == order.shape == self.col.shape:
@@ -438,7 +454,7 @@ class _StructuredGraph(Graph):
         return _fill(object.__new__(type(self)), **{**values, "device": torch.empty(0, device=device).device})
 
     def to_sparse(self) -> SparseGraph:
-        _check_count("the number of edges", self.num_edges)
+        check_count("the number of edges", self.num_edges)
         return SparseGraph.from_edge_index(self.to_edge_index(), size=(self.num_keys, self.num_queries))
 
     def to_edge_index(self) -> Int[Tensor, "2 edges"]:
@@ -479,6 +495,12 @@ class _StructuredGraph(Graph):
         """Where each query is in its sequence, clique or grid, int64 `[num_queries, axes]`.
 
         With an `offset`, query i is at `offset + i`, where key `offset + i` is. O(num_queries).
+
+        Example:
+            >>> CompleteGraph.from_ptr(torch.tensor([0, 2, 3])).positions().flatten().tolist()
+            [0, 1, 0]
+            >>> GridGraph((1, 2), 1).positions().tolist()
+            [[0, 0], [0, 1]]
         """
         nodes = torch.arange(self.num_queries, device=self.device)
         if self.ptr is not None:
@@ -514,6 +536,8 @@ class CompleteGraph(_StructuredGraph):
     Example:
         >>> CompleteGraph(2, num_keys=4, causal=True, offset=2).to_mask().int().tolist()
         [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+    Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
     """
 
     causal: bool = False
@@ -521,9 +545,9 @@ class CompleteGraph(_StructuredGraph):
     def __init__(
         self, num_nodes: int, *, num_keys: int | None = None, causal: bool = False, offset: int = 0
     ) -> None:
-        num_nodes = _checked_int("`num_nodes`", num_nodes)
-        num_keys = num_nodes if num_keys is None else _checked_int("`num_keys`", num_keys)
-        offset = _checked_int("`offset`", offset, least=1 - _LIMIT)
+        num_nodes = checked_count("`num_nodes`", num_nodes)
+        num_keys = num_nodes if num_keys is None else checked_count("`num_keys`", num_keys)
+        offset = checked_count("`offset`", offset, least=1 - _LIMIT)
         radius = _causal_radius(_checked_causal(causal))
         _fill(
             self,
@@ -544,7 +568,7 @@ class CompleteGraph(_StructuredGraph):
             causal: a node attends only to those of its clique up to itself.
 
         Raises:
-            ValueError: `ptr` is not one-dimensional, does not start at 0, or falls.
+            ValueError: `ptr` is not one-dimensional, does not start at 0, falls, or ends at 2**31 or more.
             TypeError: `ptr` is not an integer tensor, or `causal` not a bool.
 
         Example:
@@ -629,10 +653,10 @@ class WindowGraph(_StructuredGraph):
         num_keys: int | None = None,
         offset: int = 0,
     ) -> None:
-        length = _checked_int("`length`", length)
-        num_keys = length if num_keys is None else _checked_int("`num_keys`", num_keys)
-        offset = _checked_int("`offset`", offset, least=1 - _LIMIT)
-        dilation = _checked_int("`dilation`", dilation, least=1)
+        length = checked_count("`length`", length)
+        num_keys = length if num_keys is None else checked_count("`num_keys`", num_keys)
+        offset = checked_count("`offset`", offset, least=1 - _LIMIT)
+        dilation = checked_count("`dilation`", dilation, least=1)
         radius = _checked_radius(radius)
         _fill(
             self,
@@ -659,17 +683,19 @@ class WindowGraph(_StructuredGraph):
 
         Args:
             ptr: integer `[sequences + 1]`, from 0 up to the number of nodes, never falling.
-            radius, dilation: as for one sequence.
+            radius: as for one sequence.
+            dilation: as for one sequence.
 
         Raises:
-            ValueError: `ptr` is not one-dimensional, does not start at 0, or falls; and as the constructor.
-            TypeError: `ptr` is not an integer tensor; and as the constructor.
+            ValueError: `ptr` is not one-dimensional, does not start at 0, falls, or ends at 2**31 or more; a
+                radius is negative, `dilation` below 1, or `radius` not a pair.
+            TypeError: `ptr` is not an integer tensor, a radius or `dilation` not an int.
 
         Example:
             >>> WindowGraph.from_ptr(torch.tensor([0, 2, 3]), 1).to_edge_index().tolist()
             [[0, 1, 0, 1, 2], [0, 0, 1, 1, 2]]
         """
-        dilation = _checked_int("`dilation`", dilation, least=1)
+        dilation = checked_count("`dilation`", dilation, least=1)
         return _ragged(WindowGraph, _checked_ptr(ptr), radius=_checked_radius(radius), dilation=dilation)
 
     @property
@@ -702,8 +728,9 @@ class GridGraph(_StructuredGraph):
 
     Raises:
         ValueError: an axis has no cell, a radius is negative, `dilation` below 1, the grid has 2**31 cells or
-            more, `radius` does not fit the axes, or `border` is neither word.
-        TypeError: one of these numbers is not an int, or `shape` not a tuple.
+            more, `radius` does not fit the axes, `border` is neither word, or `"shift"` is asked for with a
+            window unbounded on one side.
+        TypeError: one of these numbers is not an int, or `shape` neither a tuple nor a list.
 
     Example:
         >>> GridGraph((3, 4), 1)
@@ -730,9 +757,8 @@ class GridGraph(_StructuredGraph):
     ) -> None:
         shape = _checked_shape(shape)
         box = tuple(_checked_radius(one) for one in _per_axis("radius", radius, shape))
-        dilation = _checked_int("`dilation`", dilation, least=1)
-        if not isinstance(border, str) or border not in ("clip", "shift"):
-            raise ValueError(f'`border` must be "clip" or "shift", got {border!r}.')
+        dilation = checked_count("`dilation`", dilation, least=1)
+        check_word("`border`", border, ("clip", "shift"))
         if border == "shift" and any((before is None) != (after is None) for before, after in box):
             raise ValueError(
                 f'With border="shift" no window may be unbounded on one side only, got radius={radius!r}.'
@@ -995,7 +1021,7 @@ def _bounds(ptr: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 
 def _ragged(kind: type[_StructuredGraph], ptr: Tensor, **rule: Any) -> Any:
     num_nodes = int(ptr[-1])
-    _check_count("the number of nodes, `ptr[-1]`,", num_nodes)
+    check_count("the number of nodes, `ptr[-1]`,", num_nodes)
     if ptr.is_inference():  # a graph outlives the call that builds it, and must serve training too
         with torch.inference_mode(False):
             ptr = ptr.clone()
@@ -1069,16 +1095,11 @@ def _checked_causal(causal: bool) -> bool:
     return causal
 
 
-def _checked_int(name: str, x: Any, least: int = 0) -> int:
-    _check_count(name, x, least)
-    return int(x)
-
-
 def _checked_radius(radius: Any) -> tuple[int | None, int | None]:
     sides = radius if isinstance(radius, (tuple, list)) else (radius, radius)
     if len(sides) != 2:
         raise ValueError(f"`radius` must be an int, None or a pair (before, after), got {radius!r}.")
-    before, after = (None if side is None else _checked_int("`radius`", side) for side in sides)
+    before, after = (None if side is None else checked_count("`radius`", side) for side in sides)
     return before, after
 
 
@@ -1087,8 +1108,8 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
         raise TypeError(f"`shape` must be a tuple of ints, one for each axis, got {type(shape).__name__}.")
     if not shape:
         raise ValueError(f"`shape` must have at least one axis, got {shape!r}.")
-    shape = tuple(_checked_int(f"`shape[{a}]`", n, least=1) for a, n in enumerate(shape))
-    _check_count("the number of nodes in `shape`", math.prod(shape))
+    shape = tuple(checked_count(f"`shape[{a}]`", n, least=1) for a, n in enumerate(shape))
+    check_count("the number of nodes in `shape`", math.prod(shape))
     return shape
 
 
@@ -1103,7 +1124,7 @@ def _per_axis(name: str, value: Any, shape: tuple[int, ...]) -> tuple:
 
 
 def _checked_line(name: str, x: Any, shape: str) -> Tensor:
-    if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"`{name}` must be a tensor of integers, got {got}.")
     if x.dim() != 1:
@@ -1126,7 +1147,7 @@ def grid_blocks(
 ) -> Int[Tensor, " nodes"]:
     """Cut a grid into blocks: for each cell the number of its block, labels for `CompleteGraph.from_batch`.
 
-    The windows of Swin (Liu et al., 2021). A shift moves the cuts by `shift` cells towards higher
+    The windows of Swin. A shift moves the cuts by `shift` cells towards higher
     coordinates; blocks that cross the border of the grid are cut off there, which is what Swin's cyclic shift
     and its mask come to. O(num_nodes).
 
@@ -1141,19 +1162,21 @@ def grid_blocks(
     Raises:
         ValueError: an axis has no cell, a block none, a shift is not in `[0, block)`, or there are more or
             fewer of them than axes.
-        TypeError: one of these numbers is not an int.
+        TypeError: one of these numbers is not an int, or `shape` neither a tuple nor a list.
 
     Example:
         >>> grid_blocks((2, 5), 2).view(2, 5).tolist()
         [[0, 0, 1, 1, 2], [0, 0, 1, 1, 2]]
         >>> grid_blocks((1, 5), (1, 2), shift=(0, 1)).tolist()
         [0, 1, 1, 2, 2]
+
+    Liu et al., `Swin Transformer <https://arxiv.org/abs/2103.14030>`_, 2021.
     """
     shape = _checked_shape(shape)
     labels = torch.zeros((), dtype=torch.int64)
     for n, width, start in zip(shape, _per_axis("block", block, shape), _per_axis("shift", shift, shape)):
-        _check_count("`block`", width, least=1)
-        _check_count("`shift`", start)
+        check_count("`block`", width, least=1)
+        check_count("`shift`", start)
         if start >= width:
             raise ValueError(f"`shift` must be below `block`, got {start} and {width}.")
         along = (torch.arange(n) - start) // width
@@ -1191,9 +1214,9 @@ def as_graph(
         The graph.
 
     Raises:
-        TypeError: `x` is none of these.
-        ValueError: sizes disagree, or `flow` is `"target_to_source"` for anything but an `edge_index`; and as
-            `SparseGraph.from_edge_index`.
+        TypeError: `x` is none of these; a size is not an int, or `size` not a pair.
+        ValueError: sizes disagree, `Data` holds no edges, `flow` is another word, or `"target_to_source"` comes
+            with anything but an `edge_index`; and as `SparseGraph.from_edge_index`.
         IndexError: an id is out of range.
 
     Example:
@@ -1203,8 +1226,7 @@ def as_graph(
         >>> as_graph(edge_index, num_nodes=3) is as_graph(edge_index, num_nodes=3)
         True
     """
-    if not isinstance(flow, str) or flow not in ("source_to_target", "target_to_source"):
-        raise ValueError(f'`flow` must be "source_to_target" or "target_to_source", got {flow!r}.')
+    check_word("`flow`", flow, ("source_to_target", "target_to_source"))
     backwards = flow == "target_to_source"
     if isinstance(x, Tensor) and x.layout is torch.strided:
         return _reused(x, _given_size(num_nodes, size), backwards)
@@ -1276,8 +1298,8 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
 
     Symmetric, no self-loops, no parallel edges; connected from degree 2 on. Where cycles share an edge, its
     nodes have fewer than `degree` keys; an odd degree adds a random matching. Complete when
-    `num_nodes <= degree + 1`. These are the long-range edges of Exphormer (Shirzad et al., 2023); a union of
-    random cycles is an expander with high probability (Friedman, 2008).
+    `num_nodes <= degree + 1`. These are the long-range edges of Exphormer; a union of random cycles is an
+    expander with high probability (Friedman, 2008). O(num_nodes · degree), and a sort of these edges.
 
     Args:
         num_nodes: number of nodes.
@@ -1294,9 +1316,11 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
     Example:
         >>> expander_graph(5, 4, seed=0)  # complete
         SparseGraph(5 keys -> 5 queries, 20 edges)
+
+    Shirzad et al., `Exphormer <https://arxiv.org/abs/2303.06147>`_, 2023.
     """
-    _check_count("`num_nodes`", num_nodes)
-    _check_count("`degree`", degree)
+    check_count("`num_nodes`", num_nodes)
+    check_count("`degree`", degree)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise TypeError(f"`seed` must be an int, got {type(seed).__name__}.")
     if not -(2**63) <= seed < 2**64:
@@ -1318,8 +1342,8 @@ def expander_graph(num_nodes: int, degree: int, *, seed: int) -> SparseGraph:
 def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence[int]) -> SparseGraph:
     """Graph in which `global_nodes` attend to all nodes and all nodes attend to them.
 
-    The global tokens of Longformer and BigBird (Beltagy et al., 2020; Zaheer et al., 2020), O(n) edges for
-    each: `union` it with a local pattern. A global node attends to itself too; no parallel edges.
+    The global tokens of Longformer and BigBird, O(num_nodes) edges for each: `union` it with a local pattern.
+    A global node attends to itself too; no parallel edges.
 
     Args:
         num_nodes: number of nodes.
@@ -1329,15 +1353,19 @@ def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence
         The graph, its edges sorted by (query, key).
 
     Raises:
-        ValueError: `global_nodes` is not a one-dimensional list of integers.
-        TypeError: `global_nodes` is neither a tensor nor a sequence of numbers.
+        ValueError: `global_nodes` is not a one-dimensional list of integers; `num_nodes` is negative or not
+            below 2**31.
+        TypeError: `global_nodes` is neither a tensor nor a sequence of numbers, or `num_nodes` not an int.
         IndexError: an id is outside `[0, num_nodes)`.
 
     Example:
         >>> global_graph(4, [0]).to_mask().sum().item()
         7
+
+    Beltagy et al., `Longformer <https://arxiv.org/abs/2004.05150>`_, 2020; Zaheer et al., `Big Bird
+    <https://arxiv.org/abs/2007.14062>`_, 2020.
     """
-    _check_count("`num_nodes`", num_nodes)
+    check_count("`num_nodes`", num_nodes)
     try:
         ids = torch.as_tensor(global_nodes)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -1346,7 +1374,7 @@ def global_graph(num_nodes: int, global_nodes: Int[Tensor, "globals"] | Sequence
         ) from error
     if ids.numel() == 0:
         ids = ids.long()
-    if ids.dtype not in _INTEGERS or ids.dim() != 1:
+    if ids.dtype not in INTEGERS or ids.dim() != 1:
         raise ValueError(
             f"`global_nodes` must be integers of shape [nodes], got {list(ids.shape)} of type {ids.dtype}."
         )
@@ -1397,7 +1425,7 @@ def _from_edges(edge_index: Tensor, size: tuple[int, int] | None, backwards: boo
     if isinstance(edge_index, EdgeIndex):
         num_keys, num_queries = edge_index.sparse_size()
         edge_index = edge_index.as_tensor()
-    if edge_index.dtype not in _INTEGERS:
+    if edge_index.dtype not in INTEGERS:
         raise ValueError(
             f"Expected 'edge_index' to be of integer type (got '{edge_index.dtype}')."
             " Convert it with .long(); SparseGraph.from_mask reads masks."
@@ -1407,7 +1435,7 @@ def _from_edges(edge_index: Tensor, size: tuple[int, int] | None, backwards: boo
             f"Expected 'edge_index' to have shape [2, num_edges] (got {list(edge_index.shape)})."
             " Row 0 holds the sources (keys), row 1 the targets (queries)."
         )
-    _check_count("the number of edges", edge_index.size(1))
+    check_count("the number of edges", edge_index.size(1))
     if backwards:
         edge_index = edge_index.flip(0)
         num_keys, num_queries = num_queries, num_keys
@@ -1457,20 +1485,20 @@ def _from_adjacency(A: Any) -> SparseGraph:
                 )
             others = _rows_of(ptr, ids, ptr_name, ids_name)
             row, col = (others, ids) if by_row else (ids, others)
-    _check_count("the number of edges", col.numel())
+    check_count("the number of edges", col.numel())
     return SparseGraph.from_edge_index(torch.stack([col.long(), row.long()]), size=(num_keys, num_queries))
 
 
 def _rows_of(ptr: Tensor, ids: Tensor, ptr_name: str, ids_name: str) -> Tensor:
     for name, tensor in ((ptr_name, ptr), (ids_name, ids)):
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS or tensor.dim() != 1:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in INTEGERS or tensor.dim() != 1:
             got = (
                 f"{tensor.dtype} {list(tensor.shape)}"
                 if isinstance(tensor, Tensor)
                 else type(tensor).__name__
             )
             raise ValueError(f"`{name}` must be a one-dimensional integer tensor, got {got}.")
-        _check_count(f"the length of `{name}`", tensor.numel())
+        check_count(f"the length of `{name}`", tensor.numel())
     counts = ptr.long().diff()
     if ptr.numel() == 0 or ptr[0] != 0 or ptr[-1] != ids.numel() or (counts < 0).any():
         raise ValueError(f"`{ptr_name}` must rise from 0 to len({ids_name}) = {ids.numel()} without falling.")
@@ -1481,7 +1509,7 @@ def _given_size(num_nodes: int | None, size: tuple[int, int] | None) -> tuple[in
     if size is None:
         if num_nodes is None:
             return None
-        _check_count("`num_nodes`", num_nodes)
+        check_count("`num_nodes`", num_nodes)
         return num_nodes, num_nodes
     if num_nodes is not None:
         raise ValueError(f"Pass `num_nodes` or `size`, not both, got {num_nodes} and {size}.")
@@ -1489,8 +1517,8 @@ def _given_size(num_nodes: int | None, size: tuple[int, int] | None) -> tuple[in
         raise TypeError(f"`size` must be (num_keys, num_queries), got {type(size).__name__}.")
     if len(size) != 2:
         raise ValueError(f"`size` must be (num_keys, num_queries), got {size}.")
-    _check_count("`size[0]` (num_keys)", size[0])
-    _check_count("`size[1]` (num_queries)", size[1])
+    check_count("`size[0]` (num_keys)", size[0])
+    check_count("`size[1]` (num_queries)", size[1])
     return size[0], size[1]
 
 
@@ -1499,7 +1527,8 @@ def _check_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}. as_graph reads adjacencies.")
 
 
-def _check_count(name: str, count: Any, least: int = 0) -> None:
+def check_count(name: str, count: Any, least: int = 0) -> None:
+    """Check how many of something there are; `name` is what an error calls it."""
     if isinstance(count, bool) or not isinstance(count, (int, np.integer, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(count).__name__}.")
     # Compiled code must not branch on a size it does not know yet; there the operator checks when it runs.
@@ -1507,10 +1536,28 @@ def _check_count(name: str, count: Any, least: int = 0) -> None:
         raise ValueError(f"{name} must be at least {least} and below 2**31, got {count}.")
 
 
+def checked_count(name: str, count: Any, least: int = 0) -> int:
+    check_count(name, count, least)
+    return int(count)
+
+
+def check_word(name: str, word: Any, words: tuple[str, ...]) -> None:
+    if not isinstance(word, str) or word not in words:
+        *most, last = (f'"{one}"' for one in words)
+        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {word!r}.")
+
+
+def check_graph(graph: Any) -> None:
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"`graph` must be a Graph, got {type(graph).__name__}. Build one with graphattn.as_graph."
+        )
+
+
 def _one_above(ids: Tensor) -> int:
     # At least 0: a negative id is then reported as out of range, not as a negative size.
     count = max(int(ids.max()) + 1, 0) if ids.numel() else 0
-    _check_count("the highest node id + 1", count)
+    check_count("the highest node id + 1", count)
     return count
 
 
@@ -1542,7 +1589,7 @@ def _build_csr(
         ("num_keys", num_keys),
         ("the number of edges", edge_index.size(1)),
     ):
-        _check_count(name, count)
+        check_count(name, count)
     on_cpu = edge_index.device.type == "cpu"
     # A graph outlives the call that builds it: one from an evaluation must serve the training after it.
     with torch.inference_mode(False):

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from graphattn.graph import Graph, GridGraph, SparseGraph
+from graphattn.graph import Graph, GridGraph, SparseGraph, check_graph
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -311,8 +311,7 @@ def _places(graph: Graph, G: networkx.DiGraph) -> dict[int, Any]:
 
 
 def _checked_layout(graph: Any, weights: Any) -> Tensor:
-    if not isinstance(graph, Graph):
-        raise TypeError(f"`graph` must be a Graph, got {_kind(graph)}. Build one with graphattn.as_graph.")
+    check_graph(graph)
     _check_floating(weights)
     layout = graph.edge_shape
     if weights.shape != layout and (weights.shape[:-1] != layout or weights.size(-1) == 0):

@@ -11,8 +11,8 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from graphattn.encodings import checked_count, laplacian_eigenvectors, random_walk, sinusoidal
-from graphattn.graph import Graph, as_graph
+from graphattn.encodings import laplacian_eigenvectors, random_walk, sinusoidal
+from graphattn.graph import Graph, as_graph, checked_count
 
 
 @functional_transform("add_laplacian_eigenvectors")
@@ -30,7 +30,8 @@ class AddLaplacianEigenvectorPE(BaseTransform):
 
     Raises:
         ValueError: `k` is negative, `attr_name` taken, or the data has no edges to look at.
-        TypeError: `k` is not an int, the data not a `Data`, or `x` not dense floating point.
+        TypeError: `k` is not an int, `attr_name` neither a str nor None, `random_sign` not a bool, the data not a
+            `Data`, or `x` not dense floating point.
 
     Example:
         >>> data = Data(x=torch.zeros(2, 3), edge_index=torch.tensor([[0, 1], [1, 0]]))
@@ -44,7 +45,7 @@ class AddLaplacianEigenvectorPE(BaseTransform):
     def __init__(
         self, k: int, attr_name: str | None = "laplacian_eigenvector_pe", *, random_sign: bool = False
     ) -> None:
-        self.k = checked_count("k", k, 0)
+        self.k = checked_count("`k`", k)
         self.attr_name = _checked_name(attr_name)
         if not isinstance(random_sign, bool):
             raise TypeError(f"`random_sign` must be a bool, got {random_sign!r}.")
@@ -79,7 +80,8 @@ class AddRandomWalkPE(BaseTransform):
 
     Raises:
         ValueError: `walk_length` is negative, `attr_name` taken, or the data has no edges to look at.
-        TypeError: `walk_length` is not an int, the data not a `Data`, or `x` not dense floating point.
+        TypeError: `walk_length` is not an int, `attr_name` neither a str nor None, the data not a `Data`, or `x` not
+            dense floating point.
 
     Example:
         >>> data = Data(x=torch.zeros(2, 3), edge_index=torch.tensor([[0, 1], [1, 0]]))
@@ -92,7 +94,7 @@ class AddRandomWalkPE(BaseTransform):
     """
 
     def __init__(self, walk_length: int, attr_name: str | None = "random_walk_pe") -> None:
-        self.walk_length = checked_count("walk_length", walk_length, 0)
+        self.walk_length = checked_count("`walk_length`", walk_length)
         self.attr_name = _checked_name(attr_name)
 
     def forward(self, data: Data) -> Data:
@@ -119,7 +121,8 @@ class AddSinusoidalPE(BaseTransform):
     Raises:
         ValueError: `dim` is negative, `attr_name` taken, `pos` is not finite or of another shape than `[nodes]` or
             `[nodes, axes]`, or the data does not say how many nodes it has.
-        TypeError: `dim` is not an int, the data not a `Data`, or `x` not dense floating point.
+        TypeError: `dim` is not an int, `attr_name` neither a str nor None, the data not a `Data`, or `x` not dense
+            floating point.
 
     Example:
         >>> AddSinusoidalPE(2)(Data(num_nodes=2)).sinusoidal_pe
@@ -130,7 +133,7 @@ class AddSinusoidalPE(BaseTransform):
     """
 
     def __init__(self, dim: int, attr_name: str | None = "sinusoidal_pe") -> None:
-        self.dim = checked_count("dim", dim, 0)
+        self.dim = checked_count("`dim`", dim)
         self.attr_name = _checked_name(attr_name)
 
     def forward(self, data: Data) -> Data:
@@ -173,8 +176,6 @@ def _attach(data: Data, encode: Callable[[Data], Tensor], attr_name: str | None)
     """Write an encoding to `data`, which PyG has copied, or concatenate it to the features."""
     if not isinstance(data, Data):
         raise TypeError(f"`data` must be a PyG Data, got {type(data).__name__}.")
-    if attr_name is not None and not isinstance(attr_name, str):
-        raise TypeError(f"`attr_name` must be a str or None, got {type(attr_name).__name__}.")
     x = data.x
     if attr_name is None and x is not None:
         # Written into integers an encoding would be cut to zeros.

@@ -158,6 +158,7 @@ def test_a_second_run_measures_nothing_twice(tmp_path, monkeypatch, capsys):
         ("1", "pyg"),
     ]
     assert list(rows[0]) == list(run.COLUMNS) and rows[0]["nodes"] == "60" and rows[0]["edges"] == "500"
+    assert tuple(run.machine_and_versions()) == run.ORIGIN == run.COLUMNS[-8:]
 
 
 def row(case, provider, ms, ratio, mode="forward", threads="2", **rest):

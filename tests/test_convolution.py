@@ -188,9 +188,9 @@ def test_bad_numbers(name, wrong, error):
     ("options", "error", "words"),
     [
         ({"groups": 2}, ValueError, "divisible by groups"),
-        ({"padding_mode": "mirror"}, ValueError, "`padding_mode` must be one of zeros, reflect"),
+        ({"padding_mode": "mirror"}, ValueError, '`padding_mode` must be "zeros", "reflect", "replicate" or'),
         ({"padding_mode": ["zeros"]}, ValueError, "`padding_mode`"),
-        ({"padding": "all"}, ValueError, "`padding` must be one of same, valid"),
+        ({"padding": "all"}, ValueError, '`padding` must be "same" or "valid", got'),
         ({"padding": -1}, ValueError, "`padding`"),
         ({"padding": (1, 2, 3)}, ValueError, "a pair"),
         ({"padding": None}, TypeError, "`padding`"),

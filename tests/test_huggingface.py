@@ -375,10 +375,11 @@ def test_compiled_models():
     torch.testing.assert_close(out, expected)
 
 
-def test_example(capsys):
+def test_example(tmp_path, capsys):
     from examples import huggingface as example
 
-    rows = example.main(["--length", "40", "--batch", "1", "--radius", "2", "--rounds", "1"])
+    out = ["--out", str(tmp_path / "figure.png")]
+    rows = example.main(["--length", "40", "--batch", "1", "--radius", "2", "--epochs", "1", *out])
     assert [row.edges for row in rows] == [1600, 40 * 5 - 6, 40 * 5 - 6 + 2 * 37]
     assert all(row.difference < 1e-5 for row in rows)
     printed = capsys.readouterr().out
@@ -386,3 +387,16 @@ def test_example(capsys):
     with pytest.raises(SystemExit):
         example.main(["--length", "0"])
     assert "--length must be at least 1, got 0" in capsys.readouterr().err
+
+    example.new_bert(32, seed=1).save_pretrained(tmp_path / "bert")
+    arguments = ["--root", str(tmp_path / "bert"), "--radius", "2", "--epochs", "1", *out]
+    rows = example.main([*arguments, "--length", "32"])
+    assert [row.edges for row in rows] == [1024, 32 * 5 - 6, 32 * 5 - 6 + 2 * 29]
+    with pytest.raises(SystemExit) as stopped:
+        example.main([*arguments, "--length", "33"])
+    assert stopped.value.code == 2 and "--length must be at most 32" in capsys.readouterr().err
+    for root in (tmp_path / "none", tmp_path):
+        with pytest.raises(SystemExit) as stopped:
+            example.main(["--root", str(root), *out])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 1 and str(root) in error and "Traceback" not in error

@@ -425,7 +425,7 @@ def test_compile_and_export():
         ((10, 3), {}, "`embed_dim` must be a positive multiple of `num_heads`, got embed_dim=10"),
         ((10, 0), {}, "`num_heads`"),
         ((8, 2), {"dropout": 1.5}, "`dropout` must be a probability"),
-        ((8, 2), {"kdim": 0}, "`kdim` must be an int of at least 1, got 0"),
+        ((8, 2), {"kdim": 0}, r"`kdim` must be at least 1 and below 2\*\*31, got 0"),
     ],
 )
 def test_wrong_layers(arguments, options, message):
@@ -437,7 +437,7 @@ def test_numbers_of_numpy_are_numbers():
     layer = GraphMultiheadAttention(np.int64(8), np.int32(2), dropout=np.float32(0.5))
     assert (layer.embed_dim, layer.num_heads) == (8, 2)
     for arguments in ((8.0, 2), (8, "2"), (True, 1), (8, None)):
-        with pytest.raises(TypeError, match="must be an int of at least 1, got"):
+        with pytest.raises(TypeError, match=r"must be an int, got (float|str|bool|NoneType)"):
             GraphMultiheadAttention(*arguments)
     with pytest.raises(TypeError, match="`dropout` must be a number"):
         GraphMultiheadAttention(8, 2, dropout="0.5")

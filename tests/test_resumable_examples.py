@@ -20,7 +20,6 @@ from examples import character_language_model, long_training, molecules, truncat
 
 ROOT = os.environ.get("GRAPHATTN_DATA")
 needs_data = pytest.mark.skipif(ROOT is None, reason="set GRAPHATTN_DATA to a folder with the real data")
-EXAMPLES = [truncated_speech, character_language_model, molecules]
 
 
 @pytest.fixture(autouse=True)
@@ -189,17 +188,6 @@ def test_the_learning_rate_rises_and_falls(steps):
 
 
 # --- what all of them say -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_help_and_wrong_arguments(example, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        example.main(["--help"])
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
-    assert all(option in printed for option in ("--epochs", "--seed", "--root", "--out", "--resume"))
-    for wrong in (["--epochs", "0"], ["--out", str(tmp_path / "figure.unknown")]):
-        assert_stops(example.main, wrong, 2, wrong[0], capsys=capsys)
 
 
 @pytest.mark.parametrize(

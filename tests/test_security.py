@@ -307,7 +307,7 @@ def test_an_example_writes_its_figure_and_nothing_else(tmp_path):
 import runpy
 allowed.append({str(figure.parent)!r})
 sys.path.insert(0, os.getcwd())
-sys.argv = ["positional_encodings", "--steps", "3", "--out", {str(figure)!r}]
+sys.argv = ["positional_encodings", "--epochs", "1", "--out", {str(figure)!r}]
 runpy.run_module("examples.positional_encodings", run_name="__main__")
 """
     assert watched(script, tmp_path) == []

@@ -417,7 +417,7 @@ def test_wrong_models(options, message):
 @pytest.mark.parametrize("radius", [None, 1])
 @pytest.mark.parametrize("shape", [(0, 2), (2, -1), (2, 1.0)])
 def test_grids_that_are_none(shape, radius):
-    with pytest.raises((ValueError, TypeError), match="must be an int of at least 1, got"):
+    with pytest.raises((ValueError, TypeError), match=r"must be (an int|at least 1 and below 2.*31), got"):
         small(radius=radius).patch_graph(*shape)
 
 
@@ -427,9 +427,19 @@ def test_sizes_that_do_not_fit(size, patch):
         VisionTransformer(size, patch, 5, dim=8, depth=1, heads=2, mlp_dim=8)
 
 
-@pytest.mark.parametrize("size", [0, (8,), (8, 8, 8), 8.0, "8", (True, 8)])
-def test_sizes_that_are_none(size):
-    with pytest.raises(ValueError, match="`image_size` must be a positive int or a pair"):
+@pytest.mark.parametrize(
+    ("size", "error", "words"),
+    [
+        (0, ValueError, "be at least 1"),
+        ((8,), ValueError, "be an int or a pair"),
+        ((8, 8, 8), ValueError, "be an int or a pair"),
+        (8.0, TypeError, "be an int, got float"),
+        ("8", TypeError, "be an int, got str"),
+        ((True, 8), TypeError, "be an int, got bool"),
+    ],
+)
+def test_sizes_that_are_none(size, error, words):
+    with pytest.raises(error, match=f"`image_size` must {words}"):
         VisionTransformer(size, 4, 5)
 
 
@@ -566,8 +576,8 @@ def test_namings_do_not_mix():
 )
 def test_numbers_of_things(name, n):
     numbers = {"num_classes": 10, "dim": 16, "depth": 1, "heads": 2, "mlp_dim": 32, name: n}
-    error = ValueError if isinstance(n, int) else TypeError
-    with pytest.raises(error, match=f"`{name}` must be an int of at least"):
+    error, words = (ValueError, "at least") if isinstance(n, int) else (TypeError, "an int, got float")
+    with pytest.raises(error, match=f"`{name}` must be {words}"):
         VisionTransformer(32, 8, **numbers)
 
 

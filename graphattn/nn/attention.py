@@ -11,9 +11,8 @@ from torch.nn import Parameter
 from torch_geometric.nn import MessagePassing
 
 from graphattn.attention import attention_weights, graph_attention
-from graphattn.graph import Graph, as_graph
+from graphattn.graph import Graph, as_graph, check_count
 from graphattn.nn.conv import (
-    check_count,
     check_dense,
     check_edge_mask,
     check_probability,
@@ -47,6 +46,7 @@ class GraphMultiheadAttention(MessagePassing):
     Raises:
         ValueError: `embed_dim` is not a multiple of `num_heads`, a width is below 1, or `dropout` lies outside
             [0, 1].
+        TypeError: a width or `num_heads` is not an int, or `dropout` no number.
 
     Example:
         >>> from graphattn import WindowGraph
@@ -73,8 +73,8 @@ class GraphMultiheadAttention(MessagePassing):
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         check_heads("embed_dim", embed_dim, "num_heads", num_heads)
-        check_count("kdim", kdim, 1)
-        check_count("vdim", vdim, 1)
+        check_count("`kdim`", kdim, 1)
+        check_count("`vdim`", vdim, 1)
         check_probability("dropout", dropout)
         super().__init__(aggr="add", node_dim=-3)
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
@@ -219,8 +219,8 @@ def check_features(name: str, x: Tensor, width: int, weight: Any) -> None:
 
 def check_heads(name: str, channels: int, heads_name: str, heads: int) -> None:
     """Check that channels can be shared out among heads; the names are those of the caller's arguments."""
-    check_count(name, channels, 1)
-    check_count(heads_name, heads, 1)
+    check_count(f"`{name}`", channels, 1)
+    check_count(f"`{heads_name}`", heads, 1)
     if channels % heads != 0:
         raise ValueError(
             f"`{name}` must be a positive multiple of `{heads_name}`, got {name}={channels} and"

@@ -13,7 +13,7 @@ from torch_geometric.typing import SparseTensor  # pyright: ignore[reportAttribu
 from torch_geometric.utils import is_sparse
 
 from graphattn.attention import attention_weights, graph_attention
-from graphattn.graph import Graph, as_graph
+from graphattn.graph import Graph, as_graph, check_count
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _STAGES = ("propagate", "message", "aggregate")
@@ -51,8 +51,9 @@ class TransformerConv(pyg.TransformerConv):
         **kwargs: those of `torch_geometric.nn.MessagePassing`, such as `flow` and `aggr`.
 
     Raises:
-        ValueError: a number of channels or heads is too small, or `dropout` lies outside [0, 1].
-        TypeError: one of them is no number.
+        ValueError: a number of channels or heads is too small, `dropout` lies outside [0, 1], or `flow` is
+            another word than PyG's.
+        TypeError: a number of channels or heads is not an int, `dropout` no number, or an argument unknown.
 
     Example:
         >>> conv = TransformerConv(in_channels=8, out_channels=4, heads=2)
@@ -87,11 +88,11 @@ class TransformerConv(pyg.TransformerConv):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"`in_channels` must be an int or a pair (source, target), got {in_channels!r}.")
         for n in pair:
-            check_count("in_channels", n, -1)
-        check_count("out_channels", out_channels, 1)
-        check_count("heads", heads, 1)
+            check_count("`in_channels`", n, -1)
+        check_count("`out_channels`", out_channels, 1)
+        check_count("`heads`", heads, 1)
         if edge_dim is not None:
-            check_count("edge_dim", edge_dim, -1)
+            check_count("`edge_dim`", edge_dim, -1)
         check_probability("dropout", dropout)
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
@@ -125,8 +126,10 @@ class TransformerConv(pyg.TransformerConv):
 
         Raises:
             ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
-                together with `edge_attr` or with `flow="target_to_source"`.
-                TypeError: features that are not dense floating tensors of the layer's dtype.
+                together with `edge_attr` or with `flow="target_to_source"`; an `edge_index` that is not an
+                integer one of shape `[2, E]`.
+            TypeError: features that are not dense floating tensors of the layer's dtype, or `edge_index` nothing
+                that stands for a graph.
             IndexError: a node id outside `[0, N)`.
         """
         x_src, x_dst = self._endpoints(x)
@@ -298,13 +301,6 @@ def check_dense(name: str, x: Tensor, weight: Any) -> None:
     )
 
 
-def check_count(name: str, n: Any, least: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, Integral):  # NumPy's are integers too
-        raise TypeError(f"`{name}` must be an int of at least {least}, got {n!r}.")
-    if n < least:
-        raise ValueError(f"`{name}` must be an int of at least {least}, got {n}.")
-
-
 def check_probability(name: str, p: Any) -> None:
     if isinstance(p, bool) or not isinstance(p, Real):
         raise TypeError(f"`{name}` must be a number in [0, 1], got {type(p).__name__}.")
@@ -317,7 +313,8 @@ def accelerate(model: _Model) -> _Model:
     """Switches every PyG `TransformerConv` in `model` to the fused layer, in place.
 
     Only layers of exactly that class change, also inside containers, `HeteroConv` and `to_hetero` models;
-    parameters, `state_dict` keys, hooks and results stay. Users' subclasses are left as they are.
+    parameters, `state_dict` keys, hooks and results stay. Users' subclasses are left as they are. Nothing is
+    copied. TorchScript no longer takes the model: `torch.compile` and `torch.export` do.
 
     Args:
         model: any module, a layer itself included.

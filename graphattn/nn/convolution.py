@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphattn.attention import graph_attention
-from graphattn.encodings import checked_count
-from graphattn.graph import GridGraph
+from graphattn.graph import GridGraph, check_word, checked_count
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -35,7 +34,8 @@ class ConvolutionalAttention(torch.nn.Module):
     that is not finite makes NaN of the outputs whose windows see it, and no others.
 
     Args:
-        in_channels, out_channels: of the images.
+        in_channels: channels of the images.
+        out_channels: channels of the output.
         kernel_size: pixels of the window, an int or (height, width).
         heads: number of heads, one for each pixel of the window by default.
         padding: pixels added around the image, an int, (height, width), "same" or "valid".
@@ -72,24 +72,21 @@ class ConvolutionalAttention(torch.nn.Module):
         padding_mode: str = "zeros",
     ) -> None:
         super().__init__()
-        in_channels = checked_count("in_channels", in_channels, 1)
-        out_channels = checked_count("out_channels", out_channels, 1)
-        groups = checked_count("groups", groups, 1)
-        height, width = size = _pair("kernel_size", kernel_size, 1)
-        heads = height * width if heads is None else checked_count("heads", heads, 1)
-        for name, words, given in (
-            ("padding", ("same", "valid"), padding if isinstance(padding, str) else "same"),
-            ("padding_mode", ("zeros", "reflect", "replicate", "circular"), padding_mode),
-        ):
-            if not isinstance(given, str) or given not in words:
-                raise ValueError(f"`{name}` must be one of {', '.join(words)}, got {given!r}.")
+        in_channels = checked_count("`in_channels`", in_channels, 1)
+        out_channels = checked_count("`out_channels`", out_channels, 1)
+        groups = checked_count("`groups`", groups, 1)
+        height, width = size = checked_pair("kernel_size", kernel_size)
+        heads = height * width if heads is None else checked_count("`heads`", heads, 1)
+        if isinstance(padding, str):
+            check_word("`padding`", padding, ("same", "valid"))
+        check_word("`padding_mode`", padding_mode, ("zeros", "reflect", "replicate", "circular"))
         # The convolution checks how the channels divide and reads "same"; on the meta device it holds no numbers.
         form = torch.nn.Conv2d(
             in_channels,
             out_channels,
             size,
-            padding=padding if isinstance(padding, str) else _pair("padding", padding, 0),
-            dilation=_pair("dilation", dilation, 1),
+            padding=padding if isinstance(padding, str) else checked_pair("padding", padding, 0),
+            dilation=checked_pair("dilation", dilation),
             groups=groups,
             bias=bias,
             padding_mode=padding_mode,  # pyright: ignore[reportArgumentType]
@@ -127,6 +124,11 @@ class ConvolutionalAttention(torch.nn.Module):
         Raises:
             TypeError: `conv` is not a `torch.nn.Conv2d`, or computes something of its own, or is not real.
             ValueError: its stride is not 1, or it has no weights yet.
+
+        Example:
+            >>> conv = torch.nn.Conv2d(3, 8, kernel_size=(1, 3), dilation=2)
+            >>> ConvolutionalAttention.from_conv2d(conv)
+            ConvolutionalAttention(3, 8, kernel_size=(1, 3), heads=3, dilation=(2, 2), groups=1)
         """
         own = isinstance(conv, torch.nn.Conv2d) and type(conv).forward is torch.nn.Conv2d.forward
         if not own or "forward" in vars(conv):
@@ -164,11 +166,19 @@ class ConvolutionalAttention(torch.nn.Module):
         return layer.train(conv.training)
 
     def forward(self, images: Float[Tensor, "*batch channels height width"]) -> Tensor:
-        """Images ``[B, in_channels, H, W]`` or ``[in_channels, H, W]`` in, ``out_channels`` out, as `Conv2d`.
+        """Images in, images out, as `Conv2d`.
+
+        Args:
+            images: ``[B, in_channels, H, W]`` or ``[in_channels, H, W]``.
+
+        Returns:
+            ``[B, out_channels, H', W']`` or without B: the padded size less what the dilated kernel spans beside one
+            pixel.
 
         Raises:
             ValueError: images of another shape, or smaller than the kernel after padding.
             TypeError: images of another dtype than the layer; under autocast, not floating point.
+            RuntimeError: "reflect" or "circular" padding that is too wide for the images, as in `Conv2d`.
         """
         dtype = self.weight.dtype
         if not isinstance(images, Tensor) or images.layout is not torch.strided:
@@ -240,9 +250,9 @@ class ConvolutionalAttention(torch.nn.Module):
         )
 
 
-def _pair(name: str, x: int | Sequence[int], least: int) -> tuple[int, int]:
-    """A number for both axes, or one for each."""
+def checked_pair(name: str, x: Any, least: int = 1) -> tuple[int, int]:
+    """A number for both axes, or one for each: (height, width)."""
     sizes: Any = x if isinstance(x, (tuple, list)) else (x, x)
     if len(sizes) != 2:
-        raise ValueError(f"`{name}` must be an int or a pair of them, got {x}.")
-    return checked_count(name, sizes[0], least), checked_count(name, sizes[1], least)
+        raise ValueError(f"`{name}` must be an int or a pair (height, width) of them, got {x!r}.")
+    return checked_count(f"`{name}`", sizes[0], least), checked_count(f"`{name}`", sizes[1], least)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graphattn.encodings import checked_base, checked_count, checked_positions, relative_positions
-from graphattn.graph import Graph
+from graphattn.encodings import checked_base, checked_positions, relative_positions
+from graphattn.graph import Graph, checked_count
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -40,20 +41,24 @@ class LearnedEncoding(torch.nn.Module):
     def __init__(self, num_positions: int | Sequence[int], dim: int) -> None:
         super().__init__()
         sizes: Any = num_positions if isinstance(num_positions, (tuple, list)) else (num_positions,)
-        self.sizes = tuple(checked_count("num_positions", n, 1) for n in sizes)
+        self.sizes = tuple(checked_count("`num_positions`", n, 1) for n in sizes)
         if not self.sizes:
             raise ValueError("`num_positions` must have at least one axis, got none.")
-        rows = 1
-        for n in self.sizes:
-            rows *= n
-        self.weight = torch.nn.Parameter(torch.empty(rows, checked_count("dim", dim, 1)))
+        rows = math.prod(self.sizes)
+        self.weight = torch.nn.Parameter(torch.empty(rows, checked_count("`dim`", dim, 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         torch.nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Int[Tensor, "nodes axes"]) -> Float[Tensor, "nodes dim"]:
-        """The vectors of integer positions ``[nodes]`` or ``[nodes, axes]``, as ``[nodes, dim]``.
+        """The vectors of integer positions.
+
+        Args:
+            positions: ``[nodes]`` or ``[nodes, axes]``, as many axes as the table has.
+
+        Returns:
+            ``[nodes, dim]``.
 
         Raises:
             ValueError: positions have another shape, or another number of axes than the table.
@@ -120,9 +125,9 @@ class ContinuousEncoding(torch.nn.Module):
 
     def __init__(self, dim: int, *, num_layers: int = 1, hidden_dim: int | None = None) -> None:
         super().__init__()
-        dim = checked_count("dim", dim, 1)
-        hidden_dim = 4 * dim if hidden_dim is None else checked_count("hidden_dim", hidden_dim, 1)
-        num_layers = checked_count("num_layers", num_layers, 1)
+        dim = checked_count("`dim`", dim, 1)
+        hidden_dim = 4 * dim if hidden_dim is None else checked_count("`hidden_dim`", hidden_dim, 1)
+        num_layers = checked_count("`num_layers`", num_layers, 1)
         try:
             import torchdiffeq  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -147,10 +152,17 @@ class ContinuousEncoding(torch.nn.Module):
     def forward(
         self, positions: Int[Tensor, "nodes 1"] | Float[Tensor, "nodes 1"], layer: int = 0
     ) -> Float[Tensor, "nodes dim"]:
-        """The encoding of positions ``[nodes]`` or ``[nodes, 1]`` for a layer, as ``[nodes, dim]``.
+        """The encoding of positions for a layer.
+
+        Args:
+            positions: ``[nodes]`` or ``[nodes, 1]``, any real numbers.
+            layer: number of the layer, from 0 on.
+
+        Returns:
+            ``[nodes, dim]``.
 
         Raises:
-            ValueError: positions have another shape or are not finite.
+            ValueError: positions have another shape or are not finite, or `layer` is negative.
             TypeError: positions are not real numbers, or `layer` is not an int.
             IndexError: there is no such layer.
         """
@@ -159,7 +171,7 @@ class ContinuousEncoding(torch.nn.Module):
             raise ValueError(
                 f"`positions` must have shape [nodes] or [nodes, 1], got {list(positions.shape)}."
             )
-        layer = checked_count("layer", layer, 0)
+        layer = checked_count("`layer`", layer)
         if layer >= self.initial.size(0):
             raise IndexError(f"`layer` must lie in the interval [0, {self.initial.size(0)}), got {layer}.")
         # Steps of half precision are too coarse to integrate with; autocast would take them inside.
@@ -249,14 +261,21 @@ class RotaryEncoding(torch.nn.Module):
 
     def __init__(self, dim: int, *, base: float = 10000.0) -> None:
         super().__init__()
-        self.dim, self.base = checked_count("dim", dim, 1), checked_base(base)
+        self.dim, self.base = checked_count("`dim`", dim, 1), checked_base(base)
         if dim % 2:
             raise ValueError(f"`dim` must be even, got {dim}.")
 
     def forward(
         self, x: Float[Tensor, "*batch nodes heads dim"], positions: Int[Tensor, "nodes axes"]
     ) -> Float[Tensor, "*batch nodes heads dim"]:
-        """Queries or keys ``[..., nodes, heads, dim]``, turned by positions ``[nodes]`` or ``[nodes, axes]``.
+        """Queries or keys, turned by their positions.
+
+        Args:
+            x: ``[..., nodes, heads, dim]``.
+            positions: ``[nodes]`` or ``[nodes, axes]``, any real numbers.
+
+        Returns:
+            ``[..., nodes, heads, dim]`` in the dtype of `x`, computed in float32 (float64 for float64).
 
         Raises:
             ValueError: a shape does not fit, positions are not finite, or `dim` cannot be shared by the axes.
@@ -330,12 +349,9 @@ class RelativeBias(torch.nn.Module):
             values, number = along.unique(return_inverse=True)
             index = index * max(values.numel(), 1) + number
             sizes.append(values.numel())
-        rows = 1
-        for n in sizes:
-            rows *= n
         self.register_buffer("index", index, persistent=False)
         self.weight = torch.nn.Parameter(
-            torch.empty(rows, checked_count("heads", heads, 1), device=index.device)
+            torch.empty(math.prod(sizes), checked_count("`heads`", heads, 1), device=index.device)
         )
         self.reset_parameters()
 
@@ -343,7 +359,7 @@ class RelativeBias(torch.nn.Module):
         torch.nn.init.trunc_normal_(self.weight, std=0.02)
 
     def forward(self) -> Float[Tensor, "*edges heads"]:
-        """The bias, in the edge layout of the graph."""
+        """The bias, ``[*edge_shape, heads]`` in the edge layout of the graph, the first size 1 where it can be."""
         return self.weight[self.index]
 
     def extra_repr(self) -> str:

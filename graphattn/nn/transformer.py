@@ -16,14 +16,14 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn.inits import reset
 from torch_geometric.utils import to_dense_batch
 
-from graphattn.graph import CompleteGraph
+from graphattn.graph import INTEGERS, CompleteGraph, check_count, check_word
 from graphattn.nn.attention import (
     GraphMultiheadAttention,
     check_features,
     check_heads,
     graph_between,
 )
-from graphattn.nn.conv import check_count, check_probability
+from graphattn.nn.conv import check_probability
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -51,8 +51,10 @@ class GraphTransformerLayer(torch.nn.Module):
         bias: give linear maps and norms a bias.
 
     Raises:
-        ValueError: `d_model` is not a multiple of `nhead`, `dropout` lies outside [0, 1], `layer_norm_eps` is
-            negative, or `activation` is another name.
+        ValueError: `d_model` is not a multiple of `nhead`, `dim_feedforward` is below 1, `dropout` lies outside
+            [0, 1], `layer_norm_eps` is not a number of at least 0, or `activation` neither of the names nor a
+            function.
+        TypeError: a number of channels or heads is not an int, or `dropout` no number.
 
     Example:
         >>> from graphattn import CompleteGraph
@@ -81,7 +83,7 @@ class GraphTransformerLayer(torch.nn.Module):
         if not callable(activation):
             raise ValueError(f'`activation` must be "relu", "gelu" or a function, got {activation!r}.')
         check_heads("d_model", d_model, "nhead", nhead)
-        check_count("dim_feedforward", dim_feedforward, 1)
+        check_count("`dim_feedforward`", dim_feedforward, 1)
         check_probability("dropout", dropout)
         if not isinstance(layer_norm_eps, Real) or not 0.0 <= float(layer_norm_eps) < math.inf:
             raise ValueError(f"`layer_norm_eps` must be a number of at least 0, got {layer_norm_eps!r}.")
@@ -117,7 +119,10 @@ class GraphTransformerLayer(torch.nn.Module):
             `[..., *edge_shape, nhead]`, before dropout.
 
         Raises:
-            ValueError, TypeError, IndexError: as `GraphMultiheadAttention`.
+            ValueError: a shape does not fit the layer or the graph.
+            TypeError: `x` is not a dense floating point tensor of the layer's dtype, or `graph` nothing that
+                stands for a graph.
+            IndexError: a node id of an `edge_index` is out of range.
         """
         check_features("x", x, self.self_attn.embed_dim, self.linear1.weight)
         normed = self.norm1(x) if self.norm_first else x
@@ -144,6 +149,7 @@ class GraphTransformer(torch.nn.Module):
     Layers are `GraphTransformerLayer`s with GELU and 4·hidden_channels in the feed-forward network. Attention
     does not know where a node is: positions come in as node features e, such as those of
     `graphattn.encodings`, one row for each node and the same for every leading index.
+    O(num_layers · (N·hidden_channels² + E·hidden_channels)) time.
 
     Args:
         in_channels: features of a node.
@@ -158,8 +164,9 @@ class GraphTransformer(torch.nn.Module):
             dropout neither.
 
     Raises:
-        ValueError: `hidden_channels` is not a multiple of `heads`, a number is negative, or `dropout` lies
-            outside [0, 1].
+        ValueError: `hidden_channels` is not a multiple of `heads`, a number is below 1 (`num_layers` and
+            `encoding_channels`: below 0), or `dropout` lies outside [0, 1].
+        TypeError: a number is not an int, or `dropout` no number.
 
     Example:
         >>> model = GraphTransformer(in_channels=3, hidden_channels=8, out_channels=2, num_layers=2, heads=2)
@@ -188,7 +195,7 @@ class GraphTransformer(torch.nn.Module):
         counts = {"in_channels": (in_channels, 1), "out_channels": (out_channels, 1)}
         counts |= {"num_layers": (num_layers, 0), "encoding_channels": (encoding_channels, 0)}
         for name, (n, least) in counts.items():
-            check_count(name, n, least)
+            check_count(f"`{name}`", n, least)
         check_probability("dropout", dropout)
         self.in_channels, self.encoding_channels = in_channels, encoding_channels
         self.checkpointing = checkpointing
@@ -233,7 +240,9 @@ class GraphTransformer(torch.nn.Module):
 
         Raises:
             ValueError: a shape does not fit the model or the graph, or `encoding` is missing or not expected.
-            TypeError, IndexError: as `GraphMultiheadAttention`.
+            TypeError: `x` or `encoding` is not a dense floating point tensor of the model's dtype, or `graph`
+                nothing that stands for a graph.
+            IndexError: a node id of an `edge_index` is out of range.
         """
         check_features("x", x, self.in_channels, self.lin_in.weight)
         nodes = x.size(-2)
@@ -298,8 +307,10 @@ class GPSConv(pyg.GPSConv):
 
     Raises:
         ValueError: `channels` is not a multiple of `heads`, `dropout` lies outside [0, 1], `attn_type` is another
-            word, or `attn_kwargs` has other channels for keys or values than nodes have.
-        TypeError: `conv` is no module, or `attn_kwargs` has an argument that the attention does not take.
+            word, PyG knows no such `act` or `norm`, or `attn_kwargs` has other channels for keys or values than
+            nodes have.
+        TypeError: `channels` or `heads` is not an int, `conv` no module, `norm` neither a str nor a module, or
+            `attn_kwargs` has an argument that the attention does not take.
         NotImplementedError: `attn_kwargs` asks for keys beside those of the nodes (`add_bias_kv`,
             `add_zero_attn`).
 
@@ -328,8 +339,7 @@ class GPSConv(pyg.GPSConv):
     ) -> None:
         if conv is not None and not isinstance(conv, torch.nn.Module):
             raise TypeError(f"`conv` must be a message passing layer or None, got {conv!r}.")
-        if attn_type not in ("multihead", "performer"):
-            raise ValueError(f'`attn_type` must be "multihead" or "performer", got {attn_type!r}.')
+        check_word("`attn_type`", attn_type, ("multihead", "performer"))
         check_heads("channels", channels, "heads", heads)
         check_probability("dropout", dropout)
         if attn_type == "multihead":
@@ -440,10 +450,9 @@ def _check_attention_arguments(arguments: Any, channels: int) -> None:
 
 
 def _check_batch(batch: Any, x: Tensor) -> None:
-    if not isinstance(batch, Tensor):
-        raise TypeError(f"`batch` must be a tensor of integers, got {type(batch).__name__}.")
-    if batch.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        raise TypeError(f"`batch` must be a tensor of integers, got {batch.dtype}.")
+    if not isinstance(batch, Tensor) or batch.dtype not in INTEGERS:
+        got = batch.dtype if isinstance(batch, Tensor) else type(batch).__name__
+        raise TypeError(f"`batch` must be a tensor of integers, got {got}.")
     if batch.layout is not torch.strided:
         raise TypeError(f"`batch` must be dense, got {batch.layout}.")
     if batch.shape != x.shape[:1]:

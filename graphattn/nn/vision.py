@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,11 @@ from torch import Tensor
 from torch.nn import Conv2d, LayerNorm, Linear, ModuleList, Parameter
 from torch_geometric.nn.inits import reset
 
-from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph
+from graphattn.encodings import FLOATS
+from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, check_count, check_word
 from graphattn.nn.attention import check_heads
-from graphattn.nn.conv import check_count, check_dense, check_probability
+from graphattn.nn.conv import check_dense, check_probability
+from graphattn.nn.convolution import checked_pair
 from graphattn.nn.transformer import GraphTransformerLayer
 
 _KEPT = 8  # graphs of the last image sizes
@@ -59,8 +60,10 @@ class VisionTransformer(torch.nn.Module):
             bottom and on the right) or "crop" (what is left over there).
 
     Raises:
-        ValueError: a size does not fit (`image_size` to `patch_size`, `dim` to `heads`), or `pool` or
-            `remainder` is none of the words above.
+        ValueError: a size does not fit (`image_size` to `patch_size`, `dim` to `heads`), a number is too small,
+            `dropout` lies outside [0, 1], `pool` or `remainder` is none of the words above, or "class" is asked
+            for without a class token.
+        TypeError: a size, a number or the radius is not an int, or `dropout` no number.
 
     Example:
         >>> model = VisionTransformer(32, 8, 10, dim=16, depth=2, heads=2, mlp_dim=32, radius=1)
@@ -94,19 +97,18 @@ class VisionTransformer(torch.nn.Module):
         remainder: str = "error",
     ) -> None:
         super().__init__()
-        if pool not in ("class", "mean"):
-            raise ValueError(f'`pool` must be "class" or "mean", got {pool!r}.')
+        check_word("`pool`", pool, ("class", "mean"))
         if pool == "class" and not class_token:
             raise ValueError('`pool` must be "mean" for a model without a class token, got "class".')
-        if remainder not in ("error", "pad", "crop"):
-            raise ValueError(f'`remainder` must be "error", "pad" or "crop", got {remainder!r}.')
+        check_word("`remainder`", remainder, ("error", "pad", "crop"))
         check_heads("dim", dim, "heads", heads)
         least = {"num_classes": 0, "in_channels": 1, "depth": 0, "mlp_dim": 1, "registers": 0}
         given = dict(zip(least, (num_classes, in_channels, depth, mlp_dim, registers)))
         for name, n in given.items():
-            check_count(name, n, least[name])
+            check_count(f"`{name}`", n, least[name])
         check_probability("dropout", dropout)
-        self.image_size, self.patch_size = _pair("image_size", image_size), _pair("patch_size", patch_size)
+        self.image_size = checked_pair("image_size", image_size)
+        self.patch_size = checked_pair("patch_size", patch_size)
         self.radius, self.pool, self.norm_pooled, self.remainder = radius, pool, norm_pooled, remainder
         height, width = self._grid(*self.image_size)
         GridGraph((height, width), radius)  # checks the radius
@@ -156,7 +158,7 @@ class VisionTransformer(torch.nn.Module):
             `patch_graph(H // patch height, W // patch width)`.
 
         Raises:
-            ValueError: `images` has a wrong shape.
+            ValueError: `images` has a wrong shape, or is no whole number of patches (see `remainder`).
             TypeError: `images` is not a dense floating point tensor of the model's dtype.
         """
         x = self.patch_embedding(self._whole_patches(images))
@@ -182,10 +184,30 @@ class VisionTransformer(torch.nn.Module):
     def patch_graph(self, height: int, width: int) -> Graph:
         """The graph of an image of `height` x `width` patches.
 
-        Its nodes are the class token, the registers, then the patches row by row.
+        Its nodes are the class token, the registers, then the patches row by row. Built anew in every call.
+        With a radius and extra tokens it is a `SparseGraph`, sorted by (query, key): O(E log E); else nothing
+        is listed.
+
+        Args:
+            height: patches down.
+            width: patches across.
+
+        Returns:
+            The graph that every layer attends on, whose edge layout the weights have.
+
+        Raises:
+            ValueError: a number is below 1.
+            TypeError: a number is not an int.
+
+        Example:
+            >>> sizes = dict(dim=16, depth=1, heads=2, mlp_dim=32)
+            >>> VisionTransformer(32, 8, 10, **sizes).patch_graph(4, 4)  # the patches and the class token
+            CompleteGraph(17 keys -> 17 queries, 289 edges)
+            >>> VisionTransformer(32, 8, 10, **sizes, radius=0).patch_graph(1, 2).to_edge_index().tolist()
+            [[0, 1, 2, 0, 1, 0, 2], [0, 0, 0, 1, 1, 2, 2]]
         """
-        check_count("height", height, 1)
-        check_count("width", width, 1)
+        check_count("`height`", height, 1)
+        check_count("`width`", width, 1)
         extra = self.num_prefix_tokens
         nodes = extra + height * width
         if self.radius is None:
@@ -283,6 +305,11 @@ class VisionTransformer(torch.nn.Module):
             ValueError: the names are of no known library, some are missing, unexpected or of a wrong shape
                 (all are listed), or the grid of position embeddings is unknown.
             TypeError: `state_dict` is not a mapping of names to dense floating point tensors.
+
+        Example:
+            >>> import timm  # doctest: +SKIP
+            >>> weights = timm.create_model("vit_base_patch16_224", pretrained=True).state_dict()  # doctest: +SKIP
+            >>> model = VisionTransformer.from_state_dict(weights, heads=12, radius=3)  # doctest: +SKIP
         """
         weights, options = _translated(state_dict)
         if options["norm_pooled"] and pool == "class":
@@ -399,9 +426,6 @@ _HUGGING_FACE_4 = _HUGGING_FACE._replace(  # in files of versions before 5
 )
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by our names, checked, and options of the model that they need.
 
@@ -433,7 +457,7 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     dim = leading(naming.patches + "weight")
     mlp_dim = leading(naming.layer.format(0) + naming.linear1 + "weight")
     # The one that holds them all: files may keep norms in float32 beside float16.
-    dtypes = [x.dtype for x in given.values() if x.dtype in _DTYPES] or [torch.float32]
+    dtypes = [x.dtype for x in given.values() if x.dtype in FLOATS] or [torch.float32]
     dtype = functools.reduce(torch.promote_types, dtypes)
     weights: dict[str, Tensor] = {}
     missing: list[str] = []
@@ -453,7 +477,7 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
             return
         parts = [rest.pop(name) for name in theirs]
         for name, x in zip(theirs, parts):
-            if x.dtype not in _DTYPES or x.layout is not torch.strided:
+            if x.dtype not in FLOATS or x.layout is not torch.strided:
                 strange.append(f"{full_name(name)} of {x.dtype}, {x.layout}")
             elif x.dim() != len(shape) or any(n != (size or n) or n == 0 for n, size in zip(x.shape, shape)):
                 wrong.append(f"{full_name(name)} {list(x.shape)}, not {_shape(shape)}")
@@ -508,7 +532,7 @@ def _translated(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
         )
     if strange:
         raise TypeError(
-            f"`state_dict` must hold dense tensors of {', '.join(map(str, _DTYPES))}, got {'; '.join(strange)}."
+            f"`state_dict` must hold dense tensors of {', '.join(map(str, FLOATS))}, got {'; '.join(strange)}."
         )
     if wrong:
         raise ValueError(f"`state_dict` must fit one Vision Transformer, got {'; '.join(wrong)}.")
@@ -555,7 +579,7 @@ def _position_grid(
     """Whether the extra tokens have position embeddings too, and the grid of the others."""
     candidates = {True: positions - extra, False: positions}  # of which the second is rare
     if image_size is not None:
-        height, width = _pair("image_size", image_size)
+        height, width = checked_pair("image_size", image_size)
         grid = height // patch_size[0], width // patch_size[1]
         for with_extra, patches in candidates.items():
             if grid[0] * grid[1] == patches:
@@ -586,12 +610,3 @@ def _split_positions(weights: dict[str, Tensor], with_extra: bool, grid: tuple[i
                 )
                 weights[name] = weights[name] + own
     weights["position_embedding"] = positions.reshape(*grid, -1).clone()
-
-
-def _pair(name: str, size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2 or not all(
-        isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0 for n in pair
-    ):
-        raise ValueError(f"`{name}` must be a positive int or a pair (height, width) of them, got {size!r}.")
-    return int(pair[0]), int(pair[1])
