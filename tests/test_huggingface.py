@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 import graphattn.integrations.huggingface as huggingface  # noqa: E402
 from graphattn import CompleteGraph, GridGraph, SparseGraph, WindowGraph, global_graph, union  # noqa: E402
 from graphattn.integrations.huggingface import register  # noqa: E402
+from graphattn.nn import RelativeBias  # noqa: E402
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 32, "initializer_range": 0.4, "pad_token_id": 0}
@@ -326,6 +327,30 @@ def test_dropout_follows_training():
             layer.attention.self.value.bias.zero_()
     nothing = model.eval()(input_ids=IDS).last_hidden_state
     torch.testing.assert_close(nothing, dropped)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (4, 3), (6, 1000), (64, 77)])
+def test_relative_bias_has_the_table_of_t5(num_buckets, max_distance, decoder):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    config = transformers.T5Config(
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        is_decoder=decoder,
+        relative_attention_num_buckets=num_buckets,
+        relative_attention_max_distance=max_distance,
+    )
+    theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+    expected = theirs.compute_bias(300, 300)[0].permute(1, 2, 0)
+    options = {"num_buckets": num_buckets, "max_distance": max_distance, "bidirectional": not decoder}
+    for graph in (CompleteGraph(300), WindowGraph(300, (40, 25))):
+        ours = RelativeBias(graph, 4, **options)
+        ours.load_state_dict({"weight": theirs.relative_attention_bias.weight})
+        bias = ours().expand(*graph.edge_shape, 4).flatten(0, 1)[graph.slots()]
+        source, target = graph.to_edge_index()
+        assert torch.equal(bias, expected[target, source])
 
 
 # --- the function itself --------------------------------------------------------------------------------
