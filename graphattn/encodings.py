@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphattn.graph import CompleteGraph, Graph, GridGraph, WindowGraph, axis_intervals
+from graphattn.graph import CompleteGraph, Graph, GridGraph, WindowGraph, axis_intervals, check_readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -598,6 +598,7 @@ def _weighted_edges(
             f"`graph` must have the same nodes as keys and queries, got {graph.num_keys} keys and"
             f" {graph.num_queries} queries."
         )
+    check_readable("`graph`", graph.device)
     source, target = graph.to_edge_index().cpu().numpy()
     if edge_weight is None:
         return source, target, np.ones(len(source)), torch.get_default_dtype()

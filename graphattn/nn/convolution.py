@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphattn.attention import graph_attention
 from graphattn.encodings import checked_count
-from graphattn.graph import GridGraph
+from graphattn.graph import GridGraph, check_one_device
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -167,16 +167,18 @@ class ConvolutionalAttention(torch.nn.Module):
         """Images ``[B, in_channels, H, W]`` or ``[in_channels, H, W]`` in, ``out_channels`` out, as `Conv2d`.
 
         Raises:
-            ValueError: images of another shape, or smaller than the kernel after padding.
+            ValueError: images of another shape or on another device, or smaller than the kernel after padding.
             TypeError: images of another dtype than the layer; under autocast, not floating point.
         """
         dtype = self.weight.dtype
         if not isinstance(images, Tensor) or images.layout is not torch.strided:
             got = images.layout if isinstance(images, Tensor) else type(images).__name__
             raise TypeError(f"`images` must be a dense {dtype} tensor, got {got}.")
+        check_one_device("`images`", images.device, "the layer's weights", self.weight.device)
         device = images.device.type
         floating = images.is_floating_point() and torch.float64 not in (images.dtype, dtype)
-        if floating and torch.is_autocast_enabled(device):  # which leaves float64 alone, as in a convolution
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if floating and autocast:  # which leaves float64 alone, as in a convolution
             dtype = torch.get_autocast_dtype(device)
             images = images.to(dtype)
         if images.dtype != dtype:
