@@ -175,6 +175,11 @@ class GraphMultiheadAttention(MessagePassing):
         check_edge_mask(self, inputs.size(self.node_dim))
         return super().explain_message(inputs, dim_size)
 
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            "GraphMultiheadAttention: the fused operator has no TorchScript; use torch.compile or torch.export."
+        )
+
     def _operands(self, query, key, value) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value with their defaults, checked."""
         if isinstance(query, (tuple, list)):

@@ -235,6 +235,11 @@ class ConvolutionalAttention(torch.nn.Module):
         places = [torch.arange(n, device=self.center.device) for n in self.kernel_size]
         return torch.cartesian_prod(*places).to(self.center.dtype)
 
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            "ConvolutionalAttention: the fused operator has no TorchScript; use torch.compile or torch.export."
+        )
+
     def extra_repr(self) -> str:
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size},"
