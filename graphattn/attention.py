@@ -11,7 +11,15 @@ from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphattn.graph import CompleteGraph, Graph, GridGraph, SparseGraph, WindowGraph, axis_intervals
+from graphattn.graph import (
+    CompleteGraph,
+    Graph,
+    GridGraph,
+    SparseGraph,
+    WindowGraph,
+    axis_intervals,
+    check_one_device,
+)
 from graphattn.kernels.blocks import block_attention
 from graphattn.kernels.intervals import interval_attention
 from graphattn.kernels.sparse import sparse_attention
@@ -300,11 +308,7 @@ def _one_dtype(operands: dict, graph: Graph) -> dict:
             )
         if not x.is_floating_point():
             raise TypeError(f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`.")
-        if x.device != graph.device:
-            raise ValueError(
-                f"`{name}` and `graph` must be on one device, got {x.device} and {graph.device}."
-                f" Move them with `.to(device)`."
-            )
+        check_one_device(f"`{name}`", x.device, "`graph`", graph.device)
     kind = graph.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -21,6 +21,7 @@ from graphattn.graph import (
     WindowGraph,
     axis_intervals,
     check_graph,
+    check_readable,
     check_word,
     checked_count,
 )
@@ -598,6 +599,7 @@ def _weighted_edges(
             f"`graph` must have the same nodes as keys and queries, got {graph.num_keys} keys and"
             f" {graph.num_queries} queries."
         )
+    check_readable("`graph`", graph.device)
     source, target = graph.to_edge_index().cpu().numpy()
     if edge_weight is None:
         return source, target, np.ones(len(source)), torch.get_default_dtype()

@@ -280,6 +280,7 @@ class SparseGraph(Graph):
         _check_dense("`mask`", mask)
         if mask.dim() != 2:
             raise ValueError(f"`mask` must have shape [num_queries, num_keys], got {list(mask.shape)}.")
+        check_readable("`mask`", mask.device)
         num_queries, num_keys = mask.shape
         return SparseGraph.from_edge_index(mask.nonzero().t().flip(0), size=(num_keys, num_queries))
 
@@ -1129,6 +1130,7 @@ def _checked_line(name: str, x: Any, shape: str) -> Tensor:
         raise TypeError(f"`{name}` must be a tensor of integers, got {got}.")
     if x.dim() != 1:
         raise ValueError(f"`{name}` must have shape {shape}, got {list(x.shape)}.")
+    check_readable(f"`{name}`", x.device)
     return x.long()
 
 
@@ -1499,6 +1501,8 @@ def _rows_of(ptr: Tensor, ids: Tensor, ptr_name: str, ids_name: str) -> Tensor:
             )
             raise ValueError(f"`{name}` must be a one-dimensional integer tensor, got {got}.")
         check_count(f"the length of `{name}`", tensor.numel())
+    check_one_device(f"`{ptr_name}`", ptr.device, f"`{ids_name}`", ids.device)
+    check_readable(f"`{ptr_name}`", ptr.device)
     counts = ptr.long().diff()
     if ptr.numel() == 0 or ptr[0] != 0 or ptr[-1] != ids.numel() or (counts < 0).any():
         raise ValueError(f"`{ptr_name}` must rise from 0 to len({ids_name}) = {ids.numel()} without falling.")
@@ -1525,6 +1529,21 @@ def _given_size(num_nodes: int | None, size: tuple[int, int] | None) -> tuple[in
 def _check_dense(name: str, x: Tensor) -> None:
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}. as_graph reads adjacencies.")
+
+
+def check_one_device(name: str, device: torch.device, other: str, others: torch.device) -> None:
+    if device != others:
+        raise ValueError(
+            f"{name} and {other} must be on one device, got {device} and {others}. Move them with `.to(device)`."
+        )
+
+
+def check_readable(name: str, device: torch.device) -> None:
+    if device.type == "meta":
+        raise ValueError(
+            f"{name} must hold numbers, got none: it is on the meta device. Build from it on another device, then"
+            " move the result with `.to(device)`."
+        )
 
 
 def check_count(name: str, count: Any, least: int = 0) -> None:
@@ -1555,6 +1574,10 @@ def check_graph(graph: Any) -> None:
 
 
 def _one_above(ids: Tensor) -> int:
+    if ids.is_meta:
+        raise ValueError(
+            "`num_nodes` or `size` must be given for an `edge_index` on the meta device, whose ids cannot be read."
+        )
     # At least 0: a negative id is then reported as out of range, not as a negative size.
     count = max(int(ids.max()) + 1, 0) if ids.numel() else 0
     check_count("the highest node id + 1", count)

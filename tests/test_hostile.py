@@ -188,6 +188,16 @@ LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
         nn.GraphMultiheadAttention(8, 2),
         {"query": normal(3, 8), "graph": GRAPH, "key": None, "value": None, "bias": None},
     ),
+    "its forward, all": (
+        nn.GraphMultiheadAttention(8, 2, kdim=3, vdim=5),
+        {
+            "query": normal(3, 8),
+            "graph": GRAPH,
+            "key": normal(3, 3),
+            "value": normal(3, 5),
+            "bias": normal(3, 2),
+        },
+    ),
     "GraphTransformerLayer": (
         nn.GraphTransformerLayer,
         {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.1, "activation": "relu"},
@@ -207,6 +217,10 @@ LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "transformer": (
         nn.GraphTransformer(4, 8, 2, 1, 2),
         {"x": normal(3, 4), "graph": GRAPH, "encoding": None},
+    ),
+    "transformer, encoding": (
+        nn.GraphTransformer(4, 8, 2, 1, 2, encoding_channels=3),
+        {"x": normal(3, 4), "graph": GRAPH, "encoding": normal(3, 3)},
     ),
     "TransformerConv": (
         nn.TransformerConv,
@@ -230,12 +244,17 @@ LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
         nn.VisionTransformer(8, 4, 3, dim=8, depth=1, heads=2, mlp_dim=16),
         {"images": normal(1, 3, 8, 8)},
     ),
+    "convolution": (nn.ConvolutionalAttention(2, 3, 3), {"images": normal(1, 2, 5, 4)}),
     "from_conv2d": (nn.ConvolutionalAttention.from_conv2d, {"conv": torch.nn.Conv2d(2, 3, 3)}),
     "LearnedEncoding": (nn.LearnedEncoding, {"num_positions": 5, "dim": 4}),
     "learned": (nn.LearnedEncoding(5, 4), {"positions": torch.arange(3)}),
     "RotaryEncoding": (nn.RotaryEncoding, {"dim": 4}),
     "rotary": (nn.RotaryEncoding(4), {"x": normal(3, 2, 4), "positions": torch.arange(3)}),
-    "RelativeBias": (nn.RelativeBias, {"graph": WindowGraph(3, 1), "heads": 2}),
+    "RelativeBias": (nn.RelativeBias, {"graph": WindowGraph(3, 1), "heads": 2, "num_buckets": None}),
+    "RelativeBias, buckets": (
+        nn.RelativeBias,
+        {"graph": WindowGraph(3, 1), "heads": 2, "num_buckets": 8, "max_distance": 9, "bidirectional": True},
+    ),
 }
 # Values that no memory or patience would suffice for, and those that only warn in other libraries' hands.
 NOT_FOR_LAYERS = {*HUGE, "(2147483648, 1)", "1e+300"}
@@ -272,6 +291,22 @@ def test_anything_in_place_of_an_argument(name):
                 for x in tensors:
                     if isinstance(x, Tensor) and x.is_floating_point() and x.device.type == "cpu":
                         assert "nan" in label or not x.isnan().any(), where
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *LAYERS])
+def test_one_argument_on_another_device(name):
+    """What takes several tensors, or reads one, names the one that is elsewhere."""
+    function, arguments = (FUNCTIONS | LAYERS)[name]
+    moved = {key: x for key, x in arguments.items() if isinstance(x, (Tensor, Graph))}
+    for argument, x in moved.items():
+        try:
+            result = function(**{**arguments, argument: x.to("meta")})
+        except (ValueError, TypeError) as error:
+            named = f"`{argument}`" in str(error) or f"of a {argument} " in str(error)
+            assert named and "meta" in str(error), f"{argument}: {error!r}"
+        else:
+            assert len(moved) == 1, argument
+            assert not isinstance(result, Tensor) or result.is_meta
 
 
 def test_every_public_function_of_graphs_and_attention_is_tried():

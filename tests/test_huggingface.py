@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 import graphattn.integrations.huggingface as huggingface  # noqa: E402
 from graphattn import CompleteGraph, GridGraph, SparseGraph, WindowGraph, global_graph, union  # noqa: E402
 from graphattn.integrations.huggingface import register  # noqa: E402
+from graphattn.nn import RelativeBias  # noqa: E402
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 32, "initializer_range": 0.4, "pad_token_id": 0}
@@ -45,6 +46,15 @@ def text_model(kind, **options):
                 sliding_window=3,
                 attn_logit_softcapping=0.5,
                 query_pre_attn_scalar=2,
+                **{**SMALL, **options},
+            )
+        case "gpt_oss":  # a sink in every head, sliding windows in every second layer
+            config = transformers.GptOssConfig(
+                num_key_value_heads=2,
+                head_dim=4,
+                sliding_window=3,
+                num_local_experts=2,
+                num_experts_per_tok=1,
                 **{**SMALL, **options},
             )
         case "t5":  # a bias that is trained
@@ -122,7 +132,7 @@ def edges_seen(monkeypatch):
 
 @pytest.mark.field_report("B106")
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "opt", "llama", "gemma2", "t5", "bart"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "opt", "llama", "gemma2", "gpt_oss", "t5", "bart"])
 def test_models_give_the_numbers_of_eager_attention(kind, padded, edges_seen):
     register()
     model, inputs = text_model(kind), {"input_ids": IDS}
@@ -215,19 +225,65 @@ def sliding(num_queries, num_keys, module):
     return WindowGraph(num_queries, (2, 0), num_keys=num_keys, offset=num_keys - num_queries)
 
 
-def test_llama_on_a_sliding_window_generates_from_its_cache():
+def cached(model, cache):
+    """The argument that a cache is handed over by, which was renamed in 5.24."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+
+
+# Padding on either side, and on the right of every sequence, so that the last keys are those of no token.
+PADDINGS = {
+    "none": torch.ones_like(PADDING),
+    "either side": PADDING,
+    "right": (torch.arange(9) < 7).long() * PADDING,
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("places", [None, 9, 14])
+def test_llama_on_a_sliding_window_generates_from_its_cache(places, padding):
     register("sliding", functools.cache(sliding))
     model = text_model("llama")
     model.set_attn_implementation("sliding")
     whole = model(input_ids=IDS).last_hidden_state
     torch.testing.assert_close(whole, masked(model, sliding(9, 9, None).to_mask()), rtol=1e-5, atol=1e-5)
     model.set_attn_implementation("sliding")
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache, steps = transformers.DynamicCache(config=model.config), []
-    for part in IDS.split([5, 1, 1, 2], dim=1):
-        out = model(input_ids=part, **{name: cache})
-        steps.append(out.last_hidden_state)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5)
+    valid = PADDINGS[padding]
+    whole = model(input_ids=IDS, attention_mask=valid).last_hidden_state
+    for sizes in ([5, 1, 1, 2], [5, 4]):
+        if places is None:
+            cache = transformers.DynamicCache(config=model.config)
+        else:  # has places that nothing stands in yet
+            cache = transformers.StaticCache(config=model.config, max_cache_len=places)
+        steps, end = [], 0
+        for part in IDS.split(sizes, dim=1):
+            end += part.size(1)
+            out = model(input_ids=part, attention_mask=valid[:, :end], **cached(model, cache))
+            steps.append(out.last_hidden_state)
+        steps = torch.cat(steps, dim=1)
+        torch.testing.assert_close(steps[valid.bool()], whole[valid.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("places", [None, 14])
+def test_compiled_code_refuses_a_graph_on_a_static_cache(places):
+    register("sliding", sliding)
+    model = text_model("llama")
+    model.set_attn_implementation("sliding")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        whole = model(input_ids=IDS).last_hidden_state
+        cache = transformers.DynamicCache()
+        if places is not None:
+            cache = transformers.StaticCache(config=model.config, max_cache_len=places)
+        model(input_ids=IDS[:, :5], **cached(model, cache))
+        step = {"input_ids": IDS[:, 5:6], "attention_mask": torch.ones(3, 6), **cached(model, cache)}
+        if places is None:
+            torch.testing.assert_close(
+                compiled(**step).last_hidden_state, whole[:, 5:6], rtol=1e-5, atol=1e-5
+            )
+        else:
+            with pytest.raises(RuntimeError, match=r"how full a static cache is.*Call the model uncompiled"):
+                compiled(**step)
 
 
 def test_a_graph_does_not_lift_causality():
@@ -273,6 +329,30 @@ def test_dropout_follows_training():
     torch.testing.assert_close(nothing, dropped)
 
 
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (4, 3), (6, 1000), (64, 77)])
+def test_relative_bias_has_the_table_of_t5(num_buckets, max_distance, decoder):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    config = transformers.T5Config(
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        is_decoder=decoder,
+        relative_attention_num_buckets=num_buckets,
+        relative_attention_max_distance=max_distance,
+    )
+    theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+    expected = theirs.compute_bias(300, 300)[0].permute(1, 2, 0)
+    options = {"num_buckets": num_buckets, "max_distance": max_distance, "bidirectional": not decoder}
+    for graph in (CompleteGraph(300), WindowGraph(300, (40, 25))):
+        ours = RelativeBias(graph, 4, **options)
+        ours.load_state_dict({"weight": theirs.relative_attention_bias.weight})
+        bias = ours().expand(*graph.edge_shape, 4).flatten(0, 1)[graph.slots()]
+        source, target = graph.to_edge_index()
+        assert torch.equal(bias, expected[target, source])
+
+
 # --- the function itself --------------------------------------------------------------------------------
 
 
@@ -305,6 +385,20 @@ def test_nothing_to_attend_to():
     assert out.shape == (2, 4, 4, 5) and not out.any()
 
 
+def test_sinks_take_weight_as_a_key_without_a_value_would():
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 30.0], requires_grad=True)
+    mask = torch.rand(2, 1, 4, 6, generator=torch.Generator().manual_seed(5)) < 0.7
+    mask[0, :, 1] = False  # all that is left goes to the sink
+    (out, weights), (query, key, value) = call(mask, keys=6, s_aux=sinks, output_attentions=True)
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (query @ key.mT * 3**-0.5).masked_fill(~mask, -torch.inf)
+    with_sink = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 4, 1)], dim=-1).softmax(-1)
+    torch.testing.assert_close(weights, with_sink[..., :-1])
+    torch.testing.assert_close(out, (with_sink[..., :-1] @ value).transpose(1, 2))
+    (expected,) = torch.autograd.grad((with_sink[..., :-1] @ value).square().sum(), sinks)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), sinks)[0], expected)
+
+
 def test_a_changed_mask_is_seen():
     register("changed")
     function = transformers.AttentionInterface()["changed"]
@@ -319,7 +413,10 @@ def test_a_changed_mask_is_seen():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"s_aux": torch.ones(4)}, NotImplementedError, "does not know what `s_aux` of Module means"),
+        ({"window_left": 3}, NotImplementedError, "does not know what `window_left` of Module means"),
+        ({"s_aux": 1.0}, TypeError, "`s_aux` must be .* got float"),
+        ({"s_aux": torch.ones(4).long()}, TypeError, "`s_aux` must be .* got torch.int64"),
+        ({"s_aux": torch.ones(2)}, ValueError, r"`s_aux` must have shape \[heads\] = \[4\], got \[2\]"),
         ({"graph": lambda q, k, m: torch.ones(2, 2)}, TypeError, "`graph` must return a Graph, got Tensor"),
         (
             {"graph": lambda q, k, m: CompleteGraph(3)},

@@ -353,10 +353,63 @@ class TestRelativeBias:
         assert "offsets=5, heads=3" in repr(module)
         assert RelativeBias(WindowGraph(0, 2), 3)().shape == (1, 5, 3)
 
+    @pytest.mark.parametrize(
+        "graph", [CompleteGraph(200), WindowGraph(200, 150), GridGraph((200,), None)], ids=str
+    )
+    def test_buckets_of_t5(self, graph):
+        """32 rows for distances up to 128: those of 0 to 7 alone, then from 8, 12, 16, 23, 32, 46, 64 and 91 on."""
+        first = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91])
+        module = RelativeBias(graph, 3, num_buckets=32)
+        assert module.weight.shape == (32, 3) and repr(module) == "RelativeBias(rows=32, heads=3)"
+        entries, offsets = by_offset(graph, module())
+        offsets = offsets.squeeze(1)
+        rows = torch.searchsorted(first, offsets.abs(), right=True) - 1 + 16 * (offsets > 0)
+        assert torch.equal(entries, module.weight[rows])
+        past = RelativeBias(graph, 3, num_buckets=16, bidirectional=False)
+        entries, _ = by_offset(graph, past())
+        rows = torch.where(offsets > 0, 0, torch.searchsorted(first, offsets.abs(), right=True) - 1)
+        assert torch.equal(entries, past.weight[rows])
+
+    def test_buckets_of_the_axes_of_a_grid(self):
+        graph = GridGraph((9, 12), None)
+        module = RelativeBias(graph, 2, num_buckets=4, max_distance=3)
+        assert module.weight.shape == (16, 2)
+        entries, offsets = by_offset(graph, module())
+        # 0, behind by 1 and more, (none), ahead by 1 and more
+        along = torch.where(offsets > 0, 3, (offsets < 0).long())
+        assert torch.equal(entries, module.weight[along[:, 0] * 4 + along[:, 1]])
+        larger = RelativeBias(GridGraph((30, 7), 2, border="shift"), 2, num_buckets=4, max_distance=3)
+        larger.load_state_dict(module.state_dict())  # one table for grids of any size
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"num_buckets": 3}, ValueError, "`num_buckets` must be at least 4, got 3"),
+            ({"num_buckets": 7}, ValueError, "`num_buckets` must be even, half for each direction, got 7"),
+            (
+                {"num_buckets": 1, "bidirectional": False},
+                ValueError,
+                "`num_buckets` must be at least 2, got 1",
+            ),
+            ({"num_buckets": 8.0}, TypeError, "`num_buckets` must be an int, got float"),
+            ({"num_buckets": 32, "max_distance": 8}, ValueError, "`max_distance` must be at least 9, got 8"),
+            ({"num_buckets": 32, "max_distance": 9.5}, TypeError, "`max_distance` must be an int, got float"),
+            ({"num_buckets": 32, "bidirectional": 1}, TypeError, "`bidirectional` must be a bool, got int"),
+        ],
+    )
+    def test_bad_buckets(self, options, error, message):
+        with pytest.raises(error, match=message):
+            RelativeBias(WindowGraph(9, 2), 3, **options)
+
     def test_bad_input(self):
         sparse = SparseGraph.from_edge_index(torch.tensor([[0], [1]]))
         with pytest.raises(ValueError, match="positions"):
             RelativeBias(sparse, 2)
+        for options in ({}, {"num_buckets": 8}):
+            with pytest.raises(
+                ValueError, match="`graph` must hold numbers, got none: it is on the meta device"
+            ):
+                RelativeBias(WindowGraph(9, 2).to("meta"), 2, **options)
         with pytest.raises(TypeError, match="Graph"):
             RelativeBias(3, 2)
         with pytest.raises(ValueError, match="heads"):

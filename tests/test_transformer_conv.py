@@ -21,6 +21,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.testing import assert_module
 from torch_geometric.utils import trim_to_layer
 
+import graphattn.nn
 import graphattn.nn.conv as conv_module
 from graphattn.graph import CompleteGraph, GridGraph, SparseGraph, WindowGraph
 from graphattn.nn import TransformerConv
@@ -561,9 +562,21 @@ def test_dropout_must_be_a_probability(dropout):
 
 
 @pytest.mark.field_report("B82")
-def test_torchscript_is_refused():
+@pytest.mark.parametrize(
+    "layer",
+    [
+        TransformerConv(5, 4),
+        graphattn.nn.GraphMultiheadAttention(8, 2),
+        graphattn.nn.GraphTransformer(4, 8, 2, num_layers=1, heads=2),
+        graphattn.nn.GPSConv(8, None, heads=2),
+        graphattn.nn.VisionTransformer(8, 4, 3, dim=8, depth=1, heads=2, mlp_dim=8),
+        graphattn.nn.ConvolutionalAttention(3, 4, 3),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_torchscript_is_refused(layer):
     with pytest.raises(NotImplementedError, match="TorchScript"), pytest.warns(DeprecationWarning):
-        torch.jit.script(TransformerConv(5, 4))
+        torch.jit.script(layer)
 
 
 # --- edge-wise messages, where they are asked for -------------------------------------------------------

@@ -46,8 +46,8 @@ def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | 
     loaded. Without `graph` the results are those of "sdpa" and "eager". With it a query attends to the keys that
     both the graph and the model's own mask let it attend to: padding and causality are kept. A mask of its own for
     each sequence of a batch is listed edge by edge, once for all layers that share it and a graph object; without
-    padding the graph is used as it is. Grouped heads, dropout, `softcap`, `position_bias` and
-    `output_attentions` (weights before dropout) are honoured.
+    padding the graph is used as it is. Grouped heads, dropout, `softcap`, `position_bias`, attention sinks
+    (`s_aux`, GPT-OSS) and `output_attentions` (weights before dropout) are honoured.
 
     A few models (Bloom, Falcon, MPNet, DeBERTa) have attention that cannot be replaced: `set_attn_implementation`
     warns and leaves them as they are.
@@ -55,8 +55,8 @@ def register(name: str = "graphattn", graph: Callable[[int, int, Any], Graph] | 
     Args:
         name: what to call the implementation; an earlier one of that name is replaced.
         graph: `(num_queries, num_keys, module) -> Graph`, called in every attention layer. When a model generates
-            from a cache its queries are the last of the keys. Return the same object for the same sizes
-            (`functools.cache`), so that it is built once.
+            from a cache its queries are the last of the keys; the free places of a static cache are not counted.
+            Return the same object for the same sizes (`functools.cache`), so that it is built once.
 
     Raises:
         ImportError: Transformers is not installed, or older than 5.2.
@@ -128,6 +128,7 @@ def _attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `AttentionInterface` asks for: `[B, heads, L, dim]` in, `([B, L, heads, dim], weights)` out."""
@@ -156,7 +157,12 @@ def _attention(
     # Sequences that have edges or biases of their own lie side by side along the nodes; otherwise they are a batch.
     packed = any(x.size(0) > 1 and x.stride(0) != 0 for x in terms)
     sequences = batch if packed else 1
-    chosen = None if graph is None else _checked(graph(num_queries, num_keys, module), num_queries, num_keys)
+    chosen = None
+    if graph is not None:
+        held = num_keys
+        if is_causal and 1 <= num_queries < num_keys:
+            held = num_queries if causal else _held(mask, num_queries, num_keys)
+        chosen = _checked(graph(num_queries, held, module), num_queries, held)
     edges = _edges(kept, chosen, allowed, causal, sequences, num_queries, num_keys, query.device)
 
     bias = None
@@ -172,12 +178,22 @@ def _attention(
     if packed:
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     scores: dict[str, Any] = {"bias": bias, "scale": scaling, "softcap": softcap}
-    out: Any = graph_attention(query, key, value, edges, dropout_p=dropout, **scores)
+    share = None
+    if s_aux is None:
+        out: Any = graph_attention(query, key, value, edges, dropout_p=dropout, **scores)
+    else:  # a key more for every query, with this score and no value: exp(lse) / (exp(lse) + exp(s_aux)) is left
+        _check_sinks(s_aux, heads)
+        out, lse = graph_attention(query, key, value, edges, dropout_p=dropout, return_lse=True, **scores)
+        share = torch.sigmoid(lse - s_aux).unsqueeze(-1)
+        out = (out * share).to(out.dtype)
     out = out.reshape(batch, num_queries, heads, -1)
     if not options.get("output_attentions"):
         return out, None
-    weights = attention_weights(query, key, edges, **scores).to(out.dtype)
-    return out, _dense(weights, edges, packed, (batch, num_queries, num_keys, heads))
+    weights = attention_weights(query, key, edges, **scores)
+    weights = _dense(weights, edges, packed, (batch, num_queries, num_keys, heads))
+    if share is not None:
+        weights = weights * share.reshape(batch, num_queries, heads, 1).transpose(1, 2)
+    return out, weights.to(out.dtype)
 
 
 def _records_attention(recorded: Any, module: Any) -> bool:
@@ -210,6 +226,35 @@ def _check_broadcasts(name: str, x: Any, shape: tuple[int, int, int, int]) -> No
         )
 
 
+def _check_sinks(x: Any, heads: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`s_aux` must be None or a floating point tensor, a score for each head, got {got}.")
+    if x.shape != (heads,):
+        raise ValueError(f"`s_aux` must have shape [heads] = [{heads}], got {list(x.shape)}.")
+
+
+def _held(mask: Tensor | None, num_queries: int, num_keys: int) -> int:
+    """How many keys there are up to the last query: a static cache has places that no token has taken yet.
+
+    Only the mask tells: under causality a token that is no padding attends to itself and to nothing after it.
+    """
+    if mask is None:  # one query, which attends to all there is
+        return num_keys
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    allowed = allowed.expand(*mask.shape[:2], num_queries, num_keys)
+    last = (allowed * torch.arange(1, num_keys + 1, device=mask.device)).amax(-1)
+    held = (last - torch.arange(num_queries, device=mask.device)).amax() + num_queries - 1
+    if torch.compiler.is_compiling():
+        torch.ops.aten._assert_async.msg(
+            held >= num_keys,
+            "graphattn: compiled code cannot see how full a static cache is, which `graph` needs to know. Call the"
+            " model uncompiled, or use a dynamic cache.",
+        )
+        return num_keys
+    return min(max(int(held), num_queries), num_keys)
+
+
 def _checked(graph: Any, num_queries: int, num_keys: int) -> Graph:
     if not isinstance(graph, Graph):
         raise TypeError(f"`graph` must return a Graph, got {type(graph).__name__}. Convert it with as_graph.")
@@ -237,7 +282,7 @@ def _edges(
         causal = False
     else:
         graph = chosen if chosen.device == device else chosen.to(device)
-    if allowed is None and sequences == 1 and not causal:
+    if allowed is None and sequences == 1 and not causal and graph.num_keys == num_keys:
         return graph
     # Layers share their mask: what it leaves of a graph is kept as long as the mask lives.
     anchor = chosen if allowed is None else allowed
@@ -245,7 +290,7 @@ def _edges(
     if isinstance(anchor, Tensor):
         version = None if torch.compiler.is_compiling() or anchor.is_inference() else anchor._version
     reusable = isinstance(anchor, Graph) or version is not None
-    state = (version, None if anchor is chosen else chosen, causal, sequences)
+    state = (version, None if anchor is chosen else chosen, causal, sequences, num_keys)
     found = kept.get(anchor) if reusable else None
     if found is not None and all(x is y or x == y for x, y in zip(found[0], state)):
         return found[1]

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch_geometric.nn import MessagePassing
 
 from graphattn.attention import attention_weights, graph_attention
-from graphattn.graph import Graph, as_graph, check_count
+from graphattn.graph import Graph, as_graph, check_count, check_one_device
 from graphattn.nn.conv import (
     check_dense,
     check_edge_mask,
@@ -135,14 +135,14 @@ class GraphMultiheadAttention(MessagePassing):
             `[..., *edge_shape, num_heads]` in the graph's edge layout, before dropout.
 
         Raises:
-            ValueError: a shape does not fit the layer or the graph; and as `graph_attention`.
+            ValueError: a shape does not fit the layer or the graph, or devices differ; and as `graph_attention`.
             TypeError: an operand is not a dense floating point tensor of the layer's dtype, or `graph` nothing
                 that stands for a graph.
             IndexError: a node id of an `edge_index` is out of range.
         """
         query, key, value = self._operands(query, key, value)
         size = (key.size(-2), query.size(-2))
-        graph = graph_between(graph, *size)
+        graph = graph_between(graph, *size, query.device)
         if self.in_proj_weight is None:
             matrices: Any = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         else:
@@ -174,6 +174,11 @@ class GraphMultiheadAttention(MessagePassing):
     def explain_message(self, inputs: Tensor, dim_size: int | None) -> Tensor:
         check_edge_mask(self, inputs.size(self.node_dim))
         return super().explain_message(inputs, dim_size)
+
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            "GraphMultiheadAttention: the fused operator has no TorchScript; use torch.compile or torch.export."
+        )
 
     def _operands(self, query, key, value) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value with their defaults, checked."""
@@ -228,15 +233,16 @@ def check_heads(name: str, channels: int, heads_name: str, heads: int) -> None:
         )
 
 
-def graph_between(graph: Any, num_keys: int, num_queries: int) -> Graph:
-    """The graph that `graph` stands for, checked to join as many nodes as there are features of.
+def graph_between(graph: Any, num_keys: int, num_queries: int, device: torch.device) -> Graph:
+    """The graph that `graph` stands for, checked to join as many nodes as there are features of, where they are.
 
     Raises:
-        ValueError: it joins more or fewer nodes; and as `as_graph`.
+        ValueError: it joins more or fewer nodes, or is on another device; and as `as_graph`.
         TypeError, IndexError: as `as_graph`.
     """
     if not isinstance(graph, Graph):
-        return as_graph(graph, size=(num_keys, num_queries))
+        graph = as_graph(graph, size=(num_keys, num_queries))
+    check_one_device("`graph`", graph.device, "the features", device)
     if (graph.num_keys, graph.num_queries) != (num_keys, num_queries):
         raise ValueError(
             f"`graph` must join the {num_keys} keys and {num_queries} queries that features are given for, got"

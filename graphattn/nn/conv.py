@@ -13,7 +13,7 @@ from torch_geometric.typing import SparseTensor  # pyright: ignore[reportAttribu
 from torch_geometric.utils import is_sparse
 
 from graphattn.attention import attention_weights, graph_attention
-from graphattn.graph import Graph, as_graph, check_count
+from graphattn.graph import Graph, as_graph, check_count, check_one_device
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _STAGES = ("propagate", "message", "aggregate")
@@ -125,9 +125,9 @@ class TransformerConv(pyg.TransformerConv):
             gives `(out, adj_t)` with alpha as its values.
 
         Raises:
-            ValueError: sizes that disagree; edge features without `edge_dim` or missing with it; an adjacency
-                together with `edge_attr` or with `flow="target_to_source"`; an `edge_index` that is not an
-                integer one of shape `[2, E]`.
+            ValueError: sizes or devices that disagree; edge features without `edge_dim` or missing with it; an
+                adjacency together with `edge_attr` or with `flow="target_to_source"`; an `edge_index` that is not
+                an integer one of shape `[2, E]`.
             TypeError: features that are not dense floating tensors of the layer's dtype, or `edge_index` nothing
                 that stands for a graph.
             IndexError: a node id outside `[0, N)`.
@@ -135,6 +135,9 @@ class TransformerConv(pyg.TransformerConv):
         x_src, x_dst = self._endpoints(x)
         graph = as_graph(edge_index, size=(x_src.size(0), x_dst.size(0)), flow=self.flow)
         edge_attr = self._edge_features(edge_index, edge_attr, graph.num_edges)
+        check_one_device("`edge_index`", graph.device, "`x`", x_src.device)
+        if edge_attr is not None:
+            check_one_device("`edge_attr`", edge_attr.device, "`x`", x_src.device)
 
         if self._builds_messages():
             # int64: PyG's softmax has wrong gradients for int32 ids. A listing: PyG's layer refuses csc.
@@ -281,7 +284,7 @@ def check_edge_mask(layer: pyg.MessagePassing, num_edges: int) -> None:
 
 
 def check_dense(name: str, x: Tensor, weight: Any) -> None:
-    """That features are dense, and of the dtype of the weight that they meet first."""
+    """That features are dense, and of the dtype and device of the weight that they meet first."""
     if x.is_nested:
         raise TypeError(
             f"`{name}` must be one dense tensor, got a nested one. Concatenate the graphs along the nodes, and"
@@ -289,6 +292,8 @@ def check_dense(name: str, x: Tensor, weight: Any) -> None:
         )
     if x.layout is not torch.strided:
         raise TypeError(f"`{name}` must be dense, got {x.layout}. Convert it with `.to_dense()`.")
+    if isinstance(weight, Tensor) and not weight.is_meta:  # hooks may bring weights in when they are needed
+        check_one_device(f"`{name}`", x.device, "the layer's weights", weight.device)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or x.dtype == weight.dtype:
         return
     kind = x.device.type

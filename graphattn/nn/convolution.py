@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphattn.attention import graph_attention
-from graphattn.graph import GridGraph, check_word, checked_count
+from graphattn.graph import GridGraph, check_one_device, check_word, checked_count
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -176,7 +176,7 @@ class ConvolutionalAttention(torch.nn.Module):
             pixel.
 
         Raises:
-            ValueError: images of another shape, or smaller than the kernel after padding.
+            ValueError: images of another shape or on another device, or smaller than the kernel after padding.
             TypeError: images of another dtype than the layer; under autocast, not floating point.
             RuntimeError: "reflect" or "circular" padding that is too wide for the images, as in `Conv2d`.
         """
@@ -184,9 +184,11 @@ class ConvolutionalAttention(torch.nn.Module):
         if not isinstance(images, Tensor) or images.layout is not torch.strided:
             got = images.layout if isinstance(images, Tensor) else type(images).__name__
             raise TypeError(f"`images` must be a dense {dtype} tensor, got {got}.")
+        check_one_device("`images`", images.device, "the layer's weights", self.weight.device)
         device = images.device.type
         floating = images.is_floating_point() and torch.float64 not in (images.dtype, dtype)
-        if floating and torch.is_autocast_enabled(device):  # which leaves float64 alone, as in a convolution
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if floating and autocast:  # which leaves float64 alone, as in a convolution
             dtype = torch.get_autocast_dtype(device)
             images = images.to(dtype)
         if images.dtype != dtype:
@@ -242,6 +244,11 @@ class ConvolutionalAttention(torch.nn.Module):
         """Places (row, column) of the kernel's taps, ``[taps, 2]``."""
         places = [torch.arange(n, device=self.center.device) for n in self.kernel_size]
         return torch.cartesian_prod(*places).to(self.center.dtype)
+
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            "ConvolutionalAttention: the fused operator has no TorchScript; use torch.compile or torch.export."
+        )
 
     def extra_repr(self) -> str:
         return (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graphattn.encodings import checked_base, checked_positions, relative_positions
-from graphattn.graph import Graph, checked_count
+from graphattn.graph import Graph, check_count, check_one_device, check_readable, checked_count
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -76,7 +76,7 @@ class LearnedEncoding(torch.nn.Module):
         row = torch.zeros_like(positions[:, 0], dtype=torch.int64)
         inside = torch.ones_like(row, dtype=torch.bool)
         for n, along in zip(self.sizes, positions.long().unbind(1)):
-            if not torch.compiler.is_compiling() and along.numel():
+            if not torch.compiler.is_compiling() and not along.is_meta and along.numel():
                 low, high = torch.stack(along.aminmax()).tolist()
                 if low < 0 or high >= n:
                     raise IndexError(
@@ -85,6 +85,8 @@ class LearnedEncoding(torch.nn.Module):
                     )
             inside &= (along >= 0) & (along < n)
             row = row * n + along
+        if positions.device.type != "cpu":  # from where PyTorch looks up rows on any device
+            check_one_device("`positions`", positions.device, "the layer's weights", self.weight.device)
         # Compiled code, which cannot stop here, looks for a row that does not exist.
         return self.weight[row.masked_fill(~inside, self.weight.size(0))]
 
@@ -171,6 +173,7 @@ class ContinuousEncoding(torch.nn.Module):
             raise ValueError(
                 f"`positions` must have shape [nodes] or [nodes, 1], got {list(positions.shape)}."
             )
+        check_one_device("`positions`", positions.device, "the layer's weights", self.initial.device)
         layer = checked_count("`layer`", layer)
         if layer >= self.initial.size(0):
             raise IndexError(f"`layer` must lie in the interval [0, {self.initial.size(0)}), got {layer}.")
@@ -285,6 +288,7 @@ class RotaryEncoding(torch.nn.Module):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
             got = f"{x.layout} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"`x` must be a dense floating point tensor, got {got}.")
+        check_one_device("`x`", x.device, "`positions`", positions.device)
         nodes, axes = positions.shape
         if x.dim() < 3 or x.size(-3) != nodes or x.size(-1) != self.dim:
             raise ValueError(
@@ -317,13 +321,23 @@ class RelativeBias(torch.nn.Module):
     the axes, row-major), whatever the number of nodes: 2r + 1 on a window of radius r, (2M - 1)² on a complete
     grid of M × M cells. Where all queries see the same offsets the bias broadcasts over them.
 
+    With ``num_buckets`` n the table has n rows for each axis and serves graphs of any size, as in T5: small
+    offsets have a row each, larger ones share rows, the more the farther away, and all from ``max_distance`` on
+    share the last. Half of the rows are for keys after the query, or none where not ``bidirectional``, as in T5's
+    decoder; row numbers are T5's, so ``weight`` takes its ``relative_attention_bias.weight``.
+
     Args:
         graph: a complete, window or grid graph.
         heads: number of heads.
+        num_buckets: rows for each axis; None for one for each offset.
+        max_distance: offset from which on all share a row.
+        bidirectional: tell keys after the query apart; otherwise they share the row of offset 0.
 
     Raises:
-        ValueError: the graph has no positions, or `heads` is not positive.
-        TypeError: `graph` is not a Graph, or `heads` not an int.
+        ValueError: the graph has no positions or none to read, `heads` is not positive, `num_buckets` is less
+            than 4 (2 if not `bidirectional`) or odd in both directions, or `max_distance` not above the offsets
+            that have a row each.
+        TypeError: `graph` is not a Graph, `bidirectional` not a bool, or a number not an int.
 
     Example:
         >>> from graphattn import WindowGraph, graph_attention
@@ -340,18 +354,33 @@ class RelativeBias(torch.nn.Module):
 
     index: Tensor
 
-    def __init__(self, graph: Graph, heads: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        heads: int,
+        *,
+        num_buckets: int | None = None,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+    ) -> None:
         super().__init__()
         offsets = relative_positions(graph)
-        index = offsets.new_zeros(offsets.shape[:-1])
-        sizes = []
+        check_readable("`graph`", graph.device)
+        if num_buckets is not None:
+            _check_buckets(num_buckets, max_distance, bidirectional)
+        self.num_buckets = num_buckets
+        index, rows = offsets.new_zeros(offsets.shape[:-1]), 1
         for along in offsets.unbind(-1):
-            values, number = along.unique(return_inverse=True)
-            index = index * max(values.numel(), 1) + number
-            sizes.append(values.numel())
+            if num_buckets is None:
+                values, number = along.unique(return_inverse=True)
+                size = values.numel()
+            else:
+                number, size = _buckets(along, num_buckets, max_distance, bidirectional), num_buckets
+            index = index * max(size, 1) + number
+            rows *= size
         self.register_buffer("index", index, persistent=False)
         self.weight = torch.nn.Parameter(
-            torch.empty(math.prod(sizes), checked_count("`heads`", heads, 1), device=index.device)
+            torch.empty(rows, checked_count("`heads`", heads, 1), device=index.device)
         )
         self.reset_parameters()
 
@@ -363,4 +392,30 @@ class RelativeBias(torch.nn.Module):
         return self.weight[self.index]
 
     def extra_repr(self) -> str:
-        return f"offsets={self.weight.size(0)}, heads={self.weight.size(1)}"
+        rows = "offsets" if self.num_buckets is None else "rows"
+        return f"{rows}={self.weight.size(0)}, heads={self.weight.size(1)}"
+
+
+def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> None:
+    if not isinstance(bidirectional, bool):
+        raise TypeError(f"`bidirectional` must be a bool, got {type(bidirectional).__name__}.")
+    directions = 2 if bidirectional else 1
+    check_count("`num_buckets`", num_buckets, 2 * directions)
+    if num_buckets % directions:
+        raise ValueError(f"`num_buckets` must be even, half for each direction, got {num_buckets}.")
+    check_count("`max_distance`", max_distance, num_buckets // directions // 2 + 1)
+
+
+def _buckets(offsets: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """Rows of offsets in T5's table."""
+    after = torch.zeros_like(offsets)
+    if bidirectional:
+        num_buckets //= 2
+        after, distance = (offsets > 0) * num_buckets, offsets.abs()
+    else:
+        distance = (-offsets).clamp(min=0)
+    exact = num_buckets // 2  # distances with a row of their own
+    # In float32, as T5 does: whole numbers, which are borders, may round to either side.
+    ratio = torch.log(distance.clamp(min=exact).float() / exact) / math.log(max_distance / exact)
+    shared = (exact + (ratio * (num_buckets - exact)).long()).clamp(max=num_buckets - 1)
+    return after + torch.where(distance < exact, distance, shared)

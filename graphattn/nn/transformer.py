@@ -246,7 +246,7 @@ class GraphTransformer(torch.nn.Module):
         """
         check_features("x", x, self.in_channels, self.lin_in.weight)
         nodes = x.size(-2)
-        graph = graph_between(graph, nodes, nodes)
+        graph = graph_between(graph, nodes, nodes, x.device)
         x = self.lin_in(x)
         if (encoding is None) != (self.lin_encoding is None):
             got = "None" if encoding is None else "a tensor"
