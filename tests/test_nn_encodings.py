@@ -384,15 +384,19 @@ class TestRelativeBias:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"num_buckets": 3}, ValueError, "`num_buckets` must be at least 4, got 3"),
+            ({"num_buckets": 3}, ValueError, "`num_buckets` must be at least 4 and below .*, got 3"),
             ({"num_buckets": 7}, ValueError, "`num_buckets` must be even, half for each direction, got 7"),
             (
                 {"num_buckets": 1, "bidirectional": False},
                 ValueError,
-                "`num_buckets` must be at least 2, got 1",
+                "`num_buckets` must be at least 2 and below .*, got 1",
             ),
             ({"num_buckets": 8.0}, TypeError, "`num_buckets` must be an int, got float"),
-            ({"num_buckets": 32, "max_distance": 8}, ValueError, "`max_distance` must be at least 9, got 8"),
+            (
+                {"num_buckets": 32, "max_distance": 8},
+                ValueError,
+                "`max_distance` must be at least 9 and below .*, got 8",
+            ),
             ({"num_buckets": 32, "max_distance": 9.5}, TypeError, "`max_distance` must be an int, got float"),
             ({"num_buckets": 32, "bidirectional": 1}, TypeError, "`bidirectional` must be a bool, got int"),
         ],
