@@ -165,6 +165,27 @@ def test_every_row_is_in_one_block_whose_box_is_its_far_ends(graph, of_queries, 
     assert sorted(seen) == list(range(graph.num_queries if of_queries else graph.num_keys))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_attention_of_shapes(dtype, monkeypatch):
+    """PyTorch's operator takes the arguments of the call, and its outputs are brought into the shapes of ours."""
+    from graphattn.attention import _causal
+    from graphattn.kernels import intervals_triton
+
+    asked = []
+    monkeypatch.setattr(intervals_triton, "can_use_flash_attention", lambda of: asked.append(of) or True)
+    query = torch.empty(2, 5, 4, 16, dtype=dtype, device="meta")
+    key, value = torch.empty(2, 2, 9, 2, 16, dtype=dtype, device="meta")
+    by_query, by_key = (torch.empty(*shape, dtype=torch.int64, device="meta") for shape in ((3, 5), (2, 9)))
+    edges = (by_query, by_key, None, [5, 9, 1, 1, 9], [5, 9])
+    causal = _causal(CompleteGraph(5, num_keys=9, causal=True))
+    options = (None, None, None, None, 0.25, 0.0, 0.0, False)
+    outputs = intervals_triton._forward(query, key, value, *edges, causal, *options)
+    assert [x.shape for x in outputs] == [(2, 5, 4, 16), (2, 5, 4), (2, 5, 4), (2, 5, 4, 0), (0,)]
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in outputs)
+    (of,) = asked
+    assert of.key.shape == (2, 2, 5, 16) and of.is_causal and of.enable_gqa and of.dropout == 0.0
+
+
 def test_heads_too_wide_for_a_tile():
     from graphattn.kernels import sparse_triton
 
@@ -269,7 +290,7 @@ def structured(graph, dtype, heads, kv_heads, dim, options=False):
     query = torch.randn(2, graph.num_queries, heads, dim).to(dtype)
     key, value = torch.randn(2, 2, graph.num_keys, kv_heads, dim).to(dtype)
     inputs = (
-        query, key, value, *_intervals(graph),
+        query, key, value, *_intervals(graph), None,
         torch.randn(*[1] * (len(graph.edge_shape) - 1), graph.edge_shape[-1], heads).to(dtype) if options else None,
         None, None, torch.tensor([1]) if options else None, 0.5, 2.0 if options else 0.0, 0.1 if options else 0.0,
         options,
