@@ -412,7 +412,7 @@ class _Call(sparse_triton._Call):
             "softcap": self.scalars["softcap"], "H": self.heads, "KV": self.kv_heads, "D": self.dim, "DP": padded[0],
             "DV": self.value_dim, "DVP": padded[1], "COLUMNS": columns, "CAP": inputs[14] > 0,
             "BOOST": 2.0**15 if self.dtype == torch.float16 else 1.0, **self.compiled, "num_warps": warps,
-            "num_stages": 2,
+            "num_stages": 1 if self.dtype == torch.float32 else 2,  # its products leave no registers for loads ahead
         }  # fmt: skip
 
     def over(self, kernel, windows: _Windows, heads: int, *arguments, **named) -> None:
