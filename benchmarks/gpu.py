@@ -27,7 +27,7 @@ from benchmarks.measure import largest_error
 from benchmarks.providers import _message_passing
 from graphattn import CompleteGraph, Graph, GridGraph, SparseGraph, WindowGraph, graph_attention
 from tests import oracle, test_structured_attention
-from tests.test_attention import DTYPES, EVERYTHING, GRAPHS, OPTIONS
+from tests.test_attention import DTYPES, EVERYTHING, GRAPHS, OPTIONS, drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +43,9 @@ COLUMNS = (
     "case", "nodes", "edges", "heads", "dim", "dtype", "mode", "provider", "ms", "ratio", "floor_once", "floor_edge",
     "peak_mb", "error", "note", "device", "torch", "commit", "date",
 )  # fmt: skip
+
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Case(NamedTuple):
@@ -90,7 +93,60 @@ def contract(device: str) -> int:
             oracle.assert_agrees(operator, oracle.draw_case(graph, dtype=dtype, **options))
         except AssertionError as error:
             raise AssertionError(f"{options}, {dtype}, {graph[1:]}: {error}") from error
-    return len(cases) + structured_contract(device)
+    return len(cases) + windows_contract(device) + structured_contract(device)
+
+
+def share_in_windows(graph: SparseGraph, dtype: torch.dtype) -> float:
+    """The share of edges whose query is in a window of queries that have many keys in common."""
+    from graphattn.kernels import windows_triton  # Triton loads where a kernel runs
+
+    windows = windows_triton._windows(graph.rowptr, graph.col, graph.num_keys, windows_triton._LEAST[dtype])
+    if windows is None:
+        return 0.0
+    rows = windows.rows[windows.rows >= 0].long()
+    return graph.rowptr.diff()[rows].sum().item() / graph.num_edges
+
+
+def windows_contract(device: str) -> int:
+    """The same where all queries, and keys, are in windows; the number of cases that agreed."""
+    edges = drawn(60, 300, 12_000)
+    cases = [({"dim": dim}, dtype) for dim in (16, 64, 128) for dtype in (*HALVES, torch.float32)]
+    options = {
+        "heads": 4,
+        "kv_heads": 2,
+        "leading": (2,),
+        "scale": 0.4,
+        "softcap": 3.0,
+        "dim": 20,
+        "value_dim": 11,
+    }
+    cases += [(options, dtype) for dtype in (*HALVES, torch.float32)]
+    graph = SparseGraph.from_edge_index(edges[0].to(device), size=edges[1:])
+
+    def operator(case: oracle.Case, operands: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if not share_in_windows(graph, case.dtype) == 1.0:
+            raise AssertionError(f"{graph} has no windows.")
+        there = {name: x.to(device) for name, x in operands.items()}
+        out, lse = graph_attention(**there, graph=graph, **case.settings, return_lse=True)
+        return out.cpu(), lse.cpu()
+
+    for options, dtype in cases:
+        case = oracle.draw_case(edges, dtype=dtype, **options)
+        try:
+            oracle.assert_agrees(operator, case)
+        except AssertionError as error:
+            raise AssertionError(f"windows, {options}, {dtype}: {error}") from error
+        clean = oracle.results(operator, case)
+        case.operands["value"][..., 5, :, :] = torch.nan
+        joined = torch.zeros(case.num_queries, dtype=torch.bool)
+        joined[edges[0][1, edges[0][0] == 5]] = True
+        dirty = oracle.results(operator, case)["out"]
+        same = dirty[..., ~joined, :, :].equal(clean["out"][..., ~joined, :, :])
+        if joined.all() or not (dirty[..., joined, :, :].isnan().all() and same):
+            raise AssertionError(
+                f"windows, {options}, {dtype}: NaN reaches other queries than those joined to it."
+            )
+    return len(cases)
 
 
 # Of each kind one, with blocks of all sizes.
@@ -108,6 +164,7 @@ def structured_contract(device: str) -> int:
     for name in ("causal cliques of labels", "window of 33", "grid"):
         cases += [(name, {**everything, "bias": "1SH"}, dtype) for dtype in DTYPES]
         cases += [(name, {"dim": 64}, torch.float16)]
+    cases += [(name, {"dim": 64}, dtype) for name in ("complete", "causal") for dtype in HALVES]
     for name, options, dtype in cases:
         graph = test_structured_attention.GRAPHS[name]
         there = graph.to(device)
@@ -117,9 +174,15 @@ def structured_contract(device: str) -> int:
             out, lse = graph_attention(**moved, graph=there, **case.settings, return_lse=True)
             return out.cpu(), lse.cpu()
 
+        def without_lse(case, operands, operator=operator, there=there) -> tuple[Tensor, Tensor]:
+            """The output as it comes where lse is not asked for: of complete graphs, by flash attention."""
+            moved = {name: x.to(device) for name, x in operands.items()}
+            out = graph_attention(**moved, graph=there, **case.settings)
+            return out.cpu(), operator(case, operands)[1]
+
         case = test_structured_attention.draw(graph, dtype=dtype, **options)
         try:
-            test_structured_attention.assert_agrees(graph, case, operators=[operator])
+            test_structured_attention.assert_agrees(graph, case, operators=[operator, without_lse])
         except AssertionError as error:
             raise AssertionError(f"{name}, {options}, {dtype}: {error}") from error
     return len(cases)
@@ -161,8 +224,11 @@ def repeats(device: str, times: int = 10) -> None:
 
 
 def captured(device: str) -> None:
-    """A CUDA graph of forward and backward follows its inputs, the graph's own tensors among them."""
-    cases = [power_law(5_000, 100_000, device, seed=seed) for seed in range(2)]
+    """A CUDA graph of forward and backward follows its inputs, the graph's own tensors among them.
+
+    Of too few edges for windows, which a CUDA graph does not have.
+    """
+    cases = [power_law(5_000, 60_000, device, seed=seed) for seed in range(2)]
     graphs = [SparseGraph.from_edge_index(case.edge_index, 5_000) for case in cases]
     graph = graphs[0].to(device)
     names = ("rowptr", "col", "edge_id", "colptr", "row", "edge_id_t")
@@ -468,6 +534,15 @@ def main(arguments: list[str] | None = None) -> int:
             make, shapes = CASES[name]
             case = make(device)
             for heads, dim, dtype in shapes:
+                if case.graph is None and not case.features:
+                    graph = SparseGraph.from_edge_index(
+                        case.edge_index, size=(case.num_keys, case.num_queries)
+                    )
+                    share = share_in_windows(graph, dtype)
+                    print(f"{name}: {share:.0%} of the edges in windows", flush=True)
+                    if name == "reddit-like" and share == 0.0:
+                        raise AssertionError("The Reddit-like graph must have windows.")
+                    del graph
                 for row in measure(name, heads, dim, dtype, case, speed):
                     numbers = {key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}
                     writer.writerow({**numbers, **origin})

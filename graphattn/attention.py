@@ -203,8 +203,8 @@ def _attend(
                 )  # fmt: skip
             else:
                 out, lse, weights = interval_attention(
-                    query, key, value, *_intervals(graph), bias, None, None, seed, scale, softcap, dropout_p,
-                    return_weights,
+                    query, key, value, *_intervals(graph), None if return_lse else _causal(graph), bias, None, None,
+                    seed, scale, softcap, dropout_p, return_weights,
                 )  # fmt: skip
                 if return_weights:
                     weights = weights.view(batch, *graph.edge_shape, query.size(2))
@@ -267,6 +267,15 @@ def _listed_intervals(graph: CompleteGraph | WindowGraph | GridGraph) -> _Interv
         )
     ]  # fmt: skip
     return by_query, by_key, graph.ptr, numbers, list(graph.edge_shape)
+
+
+def _causal(graph: CompleteGraph | WindowGraph | GridGraph) -> bool | None:
+    """Whether a graph is causal from the top left corner (True) or complete (False), or neither (None)."""
+    if not isinstance(graph, CompleteGraph) or graph.ptr is not None:
+        return None
+    if not graph.causal or graph.offset >= graph.num_keys - 1:
+        return False
+    return True if graph.offset == 0 and graph.num_keys >= graph.num_queries else None
 
 
 def _radius(graph: CompleteGraph | WindowGraph) -> tuple[int | None, int | None]:

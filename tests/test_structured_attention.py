@@ -446,7 +446,7 @@ def test_opcheck():
     graph = GridGraph((4, 5), 1)
     x = torch.randn(2, 20, 2, 8, requires_grad=True)
     bias = torch.randn(1, 9, 2, requires_grad=True)
-    arguments = (x, x, x, *_intervals(graph), bias, None, None, None, 0.3, 0.0, 0.0, False)
+    arguments = (x, x, x, *_intervals(graph), None, bias, None, None, None, 0.3, 0.0, 0.0, False)
     torch.library.opcheck(torch.ops.graphattn.interval_attention.default, arguments)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,8 @@ ROOT = Path(__file__).parent.parent
         ("triton_contract", "not graphs and not options and not dtypes"),
         ("triton_structured", "graphs or dtypes or bias"),
         ("triton_structured", "not graphs and not dtypes and not bias"),
+        ("triton_windows", "graphs or dtypes or dims"),
+        ("triton_windows", "not graphs and not dtypes and not dims"),
     ],
 )
 def test_the_contract_in_the_interpreter(contract, which):
@@ -100,6 +103,90 @@ def test_a_plan_follows_its_pointers():
     assert again is not plan and sorted(again.segments[:, 2].tolist()) == [1, 2]
 
 
+@settings(max_examples=200)
+@given(
+    st.data(),
+    st.integers(1, 300),
+    st.integers(1, 40),
+    st.sampled_from([0.0, 1.0, 1.5, 8.0]),
+    st.integers(1, 30),
+)
+def test_every_edge_is_one_bit_of_a_window_or_left_to_other_kernels(data, num_rows, num_far, least, piece):
+    """A window where there are enough edges for a column, and only there. The rest is a plan of rows."""
+    from graphattn.kernels import windows_triton
+
+    pair = st.tuples(st.integers(0, num_rows - 1), st.integers(0, num_far - 1))
+    few = data.draw(st.lists(st.tuples(pair, st.integers(1, 3)), max_size=30))
+    dense = data.draw(st.lists(pair, max_size=3))
+    listed = [x for x, times in few for _ in range(times)]
+    listed += [((i + r) % num_rows, (j + s) % num_far) for i, j in dense for r in range(60) for s in range(5)]
+    if not listed:
+        return
+    row, far = torch.tensor(listed).t()
+    row, order = row.sort(stable=True)
+    far = far[order].int()
+    degree = torch.bincount(row, minlength=num_rows)
+    pointer = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows_triton, "_piece", lambda _: piece)
+        windows = windows_triton._make_windows(pointer, far, num_far, least)
+
+    # By the definition: rows by what power of two their number of edges is below, 64 of them a window, and as many
+    # columns for a far end as it has edges with one row.
+    edges = Counter(zip(row.tolist(), far.tolist()))
+    by_degree = sorted(range(num_rows), key=lambda i: -int(degree[i]).bit_length())
+    expected = []
+    for start in range(0, num_rows, 64):
+        members, columns = by_degree[start : start + 64], Counter()
+        for (i, j), times in edges.items():
+            if i in members:
+                columns[j] = max(columns[j], times)
+        if columns and sum(int(degree[i]) for i in members) >= least * columns.total():
+            expected.append((members, columns))
+    if windows is None:
+        assert not expected
+        return
+    rows = [[i for i in line if i >= 0] for line in windows.rows.tolist()]
+    assert rows == [members for members, _ in expected]
+    inside = [i for line in rows for i in line]
+    assert sorted(inside + windows.rest.segments[:, 0].tolist()) == list(range(num_rows))
+
+    found, at, slots, long = Counter(), 0, [], {entry[0]: entry for entry in windows.plan.long.tolist()}
+    ordered = sorted(windows.plan.segments.tolist(), key=lambda segment: segment[1])
+    for window, (members, columns) in enumerate(expected):
+        pieces = [segment for segment in ordered if segment[0] == window]
+        listed = []
+        for _, first, count, slot in pieces:
+            assert first == at and 0 < count <= piece and (slot >= 0) == (len(pieces) > 1)
+            at += count
+            slots += [slot] if slot >= 0 else []
+            listed += windows.columns[first:at].tolist()
+            for j, mask in zip(listed[-count:], windows.masks[first:at].tolist()):
+                assert mask != 0
+                found.update((members[r], j) for r in range(64) if mask >> r & 1)
+        assert Counter(listed) == columns
+        for r, i in enumerate(
+            members
+        ):  # the pieces of a row lie side by side in the workspace, in their order
+            if len(pieces) > 1:
+                first = r * (windows.plan.slots // 64) + pieces[0][3]
+                assert long.pop(i) == [i, first, len(pieces), -1]
+                assert [slot for *_, slot in pieces] == [pieces[0][3] + n for n in range(len(pieces))]
+    assert found == Counter({(i, j): times for (i, j), times in edges.items() if i in inside})
+    assert sorted(slots) == list(range(windows.plan.slots // 64)) and not long.keys() - {-1}
+
+
+def test_few_edges_are_not_searched_for_windows():
+    from graphattn.kernels import windows_triton
+
+    pointer, far = torch.arange(11) * 15, torch.zeros(150, dtype=torch.int32)
+    assert windows_triton._windows(pointer, far, 1, 0.0) is None and pointer not in windows_triton._kept
+    pointer, far = torch.arange(11) * 16, torch.zeros(160, dtype=torch.int32)
+    windows = windows_triton._windows(pointer, far, 1, 0.0)
+    assert windows is not None and windows_triton._windows(pointer, far, 1, 0.0) is windows
+    assert windows.masks.tolist() == [2**10 - 1] * 16  # parallel edges: a column for each
+
+
 def ragged(lengths):
     return torch.tensor([0, *lengths]).cumsum(0)
 
@@ -165,6 +252,27 @@ def test_every_row_is_in_one_block_whose_box_is_its_far_ends(graph, of_queries, 
     assert sorted(seen) == list(range(graph.num_queries if of_queries else graph.num_keys))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_attention_of_shapes(dtype, monkeypatch):
+    """PyTorch's operator takes the arguments of the call, and its outputs are brought into the shapes of ours."""
+    from graphattn.attention import _causal
+    from graphattn.kernels import intervals_triton
+
+    asked = []
+    monkeypatch.setattr(intervals_triton, "can_use_flash_attention", lambda of: asked.append(of) or True)
+    query = torch.empty(2, 5, 4, 16, dtype=dtype, device="meta")
+    key, value = torch.empty(2, 2, 9, 2, 16, dtype=dtype, device="meta")
+    by_query, by_key = (torch.empty(*shape, dtype=torch.int64, device="meta") for shape in ((3, 5), (2, 9)))
+    edges = (by_query, by_key, None, [5, 9, 1, 1, 9], [5, 9])
+    causal = _causal(CompleteGraph(5, num_keys=9, causal=True))
+    options = (None, None, None, None, 0.25, 0.0, 0.0, False)
+    outputs = intervals_triton._forward(query, key, value, *edges, causal, *options)
+    assert [x.shape for x in outputs] == [(2, 5, 4, 16), (2, 5, 4), (2, 5, 4), (2, 5, 4, 0), (0,)]
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in outputs)
+    (of,) = asked
+    assert of.key.shape == (2, 2, 5, 16) and of.is_causal and of.enable_gqa and of.dropout == 0.0
+
+
 def test_heads_too_wide_for_a_tile():
     from graphattn.kernels import sparse_triton
 
@@ -220,6 +328,10 @@ def compiled(monkeypatch, tmp_path):
         used = []
         for name, kernel in kernels.values():
             if isinstance(arch, int):
+                assert "trap;" not in kernel.asm["ptx"], f"{name} needs more than a multiprocessor has"
+                assert kernel.metadata.shared <= 99 * 1024, (
+                    f"{name} needs more shared memory than some devices have"
+                )
                 path = tmp_path / "kernel.cubin"
                 path.write_bytes(kernel.asm["cubin"])
                 command = [tool, "--dump-resource-usage", path]
@@ -269,7 +381,7 @@ def structured(graph, dtype, heads, kv_heads, dim, options=False):
     query = torch.randn(2, graph.num_queries, heads, dim).to(dtype)
     key, value = torch.randn(2, 2, graph.num_keys, kv_heads, dim).to(dtype)
     inputs = (
-        query, key, value, *_intervals(graph),
+        query, key, value, *_intervals(graph), None,
         torch.randn(*[1] * (len(graph.edge_shape) - 1), graph.edge_shape[-1], heads).to(dtype) if options else None,
         None, None, torch.tensor([1]) if options else None, 0.5, 2.0 if options else 0.0, 0.1 if options else 0.0,
         options,
@@ -306,6 +418,57 @@ def test_every_option_compiles(compiled, arch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_awkward_shapes_compile(compiled, dtype):
     compiled(90, lambda: listed(dtype, 3, 1, 20, degree=2))
+
+
+def windows(dtype, heads, kv_heads, dim, softcap=0.0):
+    """Forward and backward pass on windows, of queries in pieces."""
+    from graphattn.kernels import windows_triton
+
+    edge_index = torch.cartesian_prod(torch.arange(704), torch.arange(64)).t()
+    graph = SparseGraph.from_edge_index(edge_index, size=(704, 64))
+    query = torch.randn(2, 64, heads, dim).to(dtype)
+    key, value = torch.randn(2, 2, 704, kv_heads, dim).to(dtype)
+    inputs = (
+        query, key, value, graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
+        None, None, None, None, 0.5, softcap, 0.0, False,
+    )  # fmt: skip
+    outputs = windows_triton.forward(*inputs)
+    windows_triton.backward(*(torch.zeros_like(outputs[i]) for i in (0, 1, 4)), *outputs, *inputs)
+
+
+def on_windows(used):
+    """Of the kernels on windows, the numbers of the first launch and of the one after it where there are marks."""
+    found = {}
+    for name, *numbers in used:
+        if name.startswith("_window"):
+            found.setdefault(name, []).append(numbers)
+    assert found.keys() == {"_window_forward_kernel", "_window_query_kernel", "_window_key_kernel"}
+    return list(found.items())
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype, dim", [(torch.float16, 64), (torch.bfloat16, 128), (torch.float32, 64)])
+def test_the_main_variants_on_windows_keep_to_registers(compiled, arch, dtype, dim):
+    """Nothing is spilled, but a few bytes in float32, other than where numbers are not finite."""
+    for name, (first, again) in on_windows(compiled(arch, lambda: windows(dtype, 2, 2, dim))):
+        assert first[0] <= (255 if arch == 80 else 216), (name, first)
+        assert first[1] <= (32 if dtype == torch.float32 else 0), (name, first)
+        assert again[1] <= 256, (name, again)
+
+
+@pytest.mark.parametrize(
+    "arch, dtype, heads, kv_heads, dim",
+    [
+        (90, torch.float16, 8, 4, 16),
+        (90, torch.float32, 3, 1, 16),
+        (90, torch.bfloat16, 3, 1, 5),
+        ("gfx942", torch.float16, 8, 4, 16),
+    ],
+)
+def test_other_variants_on_windows_compile(compiled, arch, dtype, heads, kv_heads, dim):
+    used = compiled(arch, lambda: windows(dtype, heads, kv_heads, dim, softcap=2.0))
+    for name, (first, again) in on_windows(used):
+        assert first[1] <= (32 if dtype == torch.float32 else 0) and again[1] <= 256, (name, first, again)
 
 
 KERNELS = {"_forward_kernel", "_delta_kernel", "_query_kernel", "_key_kernel"}

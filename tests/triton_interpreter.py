@@ -16,7 +16,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 from graphattn import attention
-from graphattn.kernels import intervals_triton, sparse_cpu, sparse_triton
+from graphattn.kernels import intervals_triton, sparse_cpu, sparse_triton, windows_triton
 
 _patch_tensor = interpreter._patch_lang_tensor
 
@@ -45,11 +45,11 @@ interpreter.InterpreterBuilder.create_dot = _dot
 
 
 def _forward(rows, query, key, value, *options):
-    return sparse_triton.forward(query, key, value, *rows, *rows, *options)  # reads the rows alone
+    return windows_triton.forward(query, key, value, *rows, *rows, *options)  # reads the rows alone
 
 
 def _backward(rows, columns, *arguments):
-    return sparse_triton.backward(*arguments[:11], *rows, *columns, *arguments[11:])
+    return windows_triton.backward(*arguments[:11], *rows, *columns, *arguments[11:])
 
 
 # Of the operator on structured graphs, from here on.

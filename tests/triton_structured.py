@@ -115,7 +115,7 @@ def test_long_rows_in_parts(transposed, options):
     )
     call = intervals_triton._Call(
         *(torch.empty(1, n, 1, 8) for n in (graph.num_queries, graph.num_keys, graph.num_keys)), *_intervals(graph),
-        None, None, None, None, 1.0, 0.0, 0.0, False,
+        None, None, None, None, None, 1.0, 0.0, 0.0, False,
     )  # fmt: skip
     assert call.plan(not transposed)[1] > 2
     assert_agrees(graph, draw(graph, dtype=torch.float32, heads=1, **options), also_listed=False)
@@ -179,6 +179,83 @@ def test_dropout_draws_as_on_the_cpu(name, dtype, dropout_p):
     oracle.assert_agrees(run, case, keep)
 
 
+FLASH = {
+    "complete": (CompleteGraph(70, num_keys=33), False),
+    "causal": (CompleteGraph(40, causal=True), True),
+    "causal, an unused tail of keys": (CompleteGraph(20, num_keys=30, causal=True), True),
+    "causal, all keys before the first query": (CompleteGraph(9, num_keys=20, causal=True, offset=19), False),
+}
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Of a GPU that has flash attention: the calls of it, worked out by the one for the CPU."""
+    calls = []
+
+    def on_the_cpu(query, key, value, dropout_p, causal, debug, *, scale):
+        calls.append((query.shape, key.shape, causal))
+        assert dropout_p == 0.0 and not debug
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+        of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return *of_cpu(query, key, value, 0.0, causal, scale=scale), None, None
+
+    monkeypatch.setattr(intervals_triton, "can_use_flash_attention", lambda _: True)
+    monkeypatch.setattr(intervals_triton, "_flash", on_the_cpu)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FLASH)
+def test_complete_graphs_go_through_flash_attention(name, dtype, flash):
+    """Values, lse and every gradient; grouped heads, leading indices and a scale among them."""
+    graph, causal = FLASH[name]
+    case = draw(graph, dtype=dtype, heads=4, kv_heads=2, dim=16, value_dim=16, leading=(2,), scale=0.4)
+    case = replace(case, grad_lse=torch.zeros_like(case.grad_lse))
+    oracle.assert_agrees(own(graph), case)
+    assert not flash  # as lse was asked for, which has to be exact
+
+    def without_lse(case, operands):
+        out = graph_attention(**operands, graph=graph, **case.settings)
+        return out, graph_attention(**operands, graph=graph, **case.settings, return_lse=True)[1]
+
+    oracle.assert_agrees(without_lse, case)
+    keys = graph.num_queries if causal else graph.num_keys
+    assert flash == [((2, 4, graph.num_queries, 16), (2, 2, keys, 16), causal)]
+
+
+ELSEWHERE = {
+    "float32": (CompleteGraph(20), {"dtype": torch.float32}),
+    "a bias": (CompleteGraph(20), {"bias": "QSH"}),
+    "a soft cap": (CompleteGraph(20), {"softcap": 2.0}),
+    "a scale below 0": (CompleteGraph(20), {"scale": -0.5}),
+    "values of another dim": (CompleteGraph(20), {"value_dim": 24}),
+    "a dim that is no multiple of 8": (CompleteGraph(20), {"dim": 20, "value_dim": 20}),
+    "no keys": (CompleteGraph(3, num_keys=0), {}),
+    "no leading index": (CompleteGraph(20), {"leading": (0,)}),
+    "causal from the bottom right": (CompleteGraph(12, num_keys=20, causal=True, offset=8), {}),
+    "causal, fewer keys": (CompleteGraph(20, num_keys=12, causal=True), {}),
+    "cliques": (CompleteGraph.from_ptr(ragged((5, 9))), {}),
+    "a window": (WindowGraph(20, 3), {}),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_flash_attention_does_not_do_goes_another_way(name, flash):
+    graph, options = ELSEWHERE[name]
+    case = draw(graph, **{"dtype": torch.float16, "heads": 2, "dim": 16, "value_dim": 16, **options})
+    graph_attention(**case.operands, graph=graph, **case.settings)
+    assert not flash
+
+
+def test_dropout_and_weights_do_not_go_through_flash_attention(flash):
+    graph, x = CompleteGraph(20), torch.randn(20, 2, 16).half()
+    graph_attention(x, x, x, graph, dropout_p=0.5)
+    attention_weights(x, x, graph)
+    assert not flash
+    graph_attention(x, x, x, graph)
+    assert len(flash) == 1
+
+
 def test_second_derivatives():
     graph = WindowGraph(2, 1, num_keys=3, offset=1)
     case = draw(graph, bias="1SH", heads=1, dim=1)
@@ -234,7 +311,21 @@ def test_the_host_never_waits_for_the_device(name):
     graph = GRAPHS[name]
     case = draw(graph, bias="1SH", heads=1)
     query, key, value, bias = (x if n == "bias" else x[None] for n, x in case.operands.items())
-    inputs = (query, key, value, *_intervals(graph), bias, None, None, torch.tensor([1]), 0.3, 0.0, 0.5, True)
+    inputs = (
+        query,
+        key,
+        value,
+        *_intervals(graph),
+        None,
+        bias,
+        None,
+        None,
+        torch.tensor([1]),
+        0.3,
+        0.0,
+        0.5,
+        True,
+    )
     with NothingWaits():
         outputs = intervals_triton.forward(*inputs)
         grads = (torch.ones_like(outputs[i]) for i in (0, 1, 4))
@@ -247,7 +338,7 @@ def test_a_plan_is_made_once_for_each_side_of_a_graph(monkeypatch):
     x, edges = torch.randn(1, 20, 1, 4, requires_grad=True), _intervals(WindowGraph(20, 1))
 
     def run():
-        return interval_attention(x, x, x, *edges, None, None, None, None, 0.5, 0.0, 0.0, False)[0]
+        return interval_attention(x, x, x, *edges, None, None, None, None, None, 0.5, 0.0, 0.0, False)[0]
 
     for _ in range(2):
         run().sum().backward()

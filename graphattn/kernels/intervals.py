@@ -10,7 +10,9 @@ keys, the slot of the first. by_key ``[2, keys of all axes]``: for a key the fir
 for each axis, (queries, keys, distance of neighbouring keys and of neighbouring queries, of their slots, number of
 slots). The entry of an edge in per-edge tensors has the number query · (slots of all axes) + slot, row-major in
 ``layout`` = [queries, slots]; with 0 slots the slot alone, of ``layout`` = [edges]. ptr: where sequences start and end,
-if the nodes of the one axis are several sequences.
+if the nodes of the one axis are several sequences. causal: True if query i attends to the keys 0 to i and there are no
+fewer keys than queries, False if all attend to all, else None. It tells nothing new, but lets a kernel be chosen whose
+lse is good enough for the backward pass alone: None as well where lse is asked for.
 """
 
 import torch
@@ -19,11 +21,11 @@ from torch import Tensor
 from graphattn.kernels.sparse import define, triton_kernels
 
 
-def _layout(by_query, by_key, ptr, axes, layout):
+def _layout(by_query, by_key, ptr, axes, layout, causal):
     return layout
 
 
-def _listed(by_query, by_key, ptr, axes, layout) -> tuple[Tensor, Tensor, Tensor]:
+def _listed(by_query, by_key, ptr, axes, layout, causal) -> tuple[Tensor, Tensor, Tensor]:
     """rowptr, col and edge_id as for `reference.sparse_attention`, edges of a query in the order of their keys."""
     degree, start, parts = by_query.new_ones(1), 0, []
     for size, keys, step, slot_step, slots in zip(*(axes[n::5] for n in range(5))):
@@ -46,7 +48,7 @@ def _listed(by_query, by_key, ptr, axes, layout) -> tuple[Tensor, Tensor, Tensor
     return rowptr, col, number + query * slot_stride
 
 
-def _forward_cpu(query, key, value, by_query, by_key, ptr, axes, layout, *options):
+def _forward_cpu(query, key, value, by_query, by_key, ptr, axes, layout, causal, *options):
     from graphattn.kernels import sparse_cpu  # Numba loads where a kernel runs
 
     rows = sparse_cpu.progressions(by_query, by_key, axes, layout, True, _numbered(options))
@@ -56,7 +58,7 @@ def _forward_cpu(query, key, value, by_query, by_key, ptr, axes, layout, *option
 def _backward_cpu(*arguments):
     from graphattn.kernels import sparse_cpu
 
-    (by_query, by_key, _, axes, layout), options = arguments[11:16], arguments[16:]
+    (by_query, by_key, _, axes, layout, _), options = arguments[11:17], arguments[17:]
     rows, columns = (
         sparse_cpu.progressions(by_query, by_key, axes, layout, of_queries, _numbered(options))
         for of_queries in (True, False)
@@ -71,7 +73,7 @@ def _numbered(options) -> bool:
 
 _interval_attention = define(
     "interval_attention",
-    "Tensor by_query, Tensor by_key, Tensor? ptr, SymInt[] axes, SymInt[] layout",
+    "Tensor by_query, Tensor by_key, Tensor? ptr, SymInt[] axes, SymInt[] layout, bool? causal",
     _layout,
     _listed,
     _forward_cpu,

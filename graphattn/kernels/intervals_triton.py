@@ -10,6 +10,9 @@ program goes through it tile by tile, [queries, keys] of one head, as in FlashAt
 and backward with the formulas of `graphattn.kernels.sparse_triton`. Few blocks with many far ends are split, and the
 parts put together in their order: every sum has one order, fixed by shapes, and there are no atomics.
 
+The forward pass of complete graphs in half precision goes through the flash attention of PyTorch, where that is the
+same; the backward pass is the one here.
+
 Half precision is multiplied on tensor cores, for which weights and score gradients are rounded to it once more, those
 of float16 scaled into its range before: weights by a power of two, gradients by the largest of their row in a tile.
 """
@@ -26,9 +29,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphattn.kernels.sparse_triton import _bits, _factors, _number, _tanh
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 _MOST = 512  # numbers of one head and node
 _PROGRAMS = 512  # that keep a GPU busy
@@ -592,8 +598,8 @@ class _Call:
     """The arguments of an operator call as the kernels take them, and the launches."""
 
     def __init__(
-        self, query, key, value, by_query, by_key, ptr, axes, layout, bias, edge_attr, edge_projection, seed, scale,
-        softcap, dropout_p, return_weights,
+        self, query, key, value, by_query, by_key, ptr, axes, layout, causal, bias, edge_attr, edge_projection, seed,
+        scale, softcap, dropout_p, return_weights,
     ):  # fmt: skip
         self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.batch, self.num_queries, self.heads, self.dim = query.shape
@@ -687,6 +693,8 @@ def backward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call, return_weights = _Call(*inputs), inputs[-1]
     rows = (call.batch, call.num_queries, call.heads)
+    if _takes_flash(call, *inputs[8:]):
+        return *_by_flash(call, *inputs[8:]), call.new(*rows, 0), call.new(0)
     plan, parts = call.plan(True)
     out = call.new(parts, *rows, call.value_dim)
     lse, lse_low = call.new(parts, *rows), call.new(parts, *rows)
@@ -706,6 +714,44 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return out, lse, lse_low, call.new(*rows, 0), weights
 
 
+def _takes_flash(
+    call: _Call, causal, bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights
+) -> bool:
+    """Whether `scaled_dot_product_attention` would do all that is asked for by its flash kernel.
+
+    Half precision alone: its kernels for float32 do not say how exact their products and long sums are. And it looks
+    for the largest product before it multiplies by the scale, which must not turn them around.
+    """
+    options = bias is not None or seed is not None or softcap or return_weights
+    if causal is None or options or scale <= 0.0 or call.dim != call.value_dim or call.dim % 8:
+        return False
+    if call.num_keys == 0 or call.num_queries == 0 or not 0 < call.batch < 2**16:  # blocks of a launch
+        return False
+    of_torch = SDPAParams(*_heads_first(call, causal), None, 0.0, causal, call.heads != call.kv_heads)
+    return call.dtype in (torch.float16, torch.bfloat16) and can_use_flash_attention(of_torch)
+
+
+def _heads_first(call: _Call, causal: bool) -> list[Tensor]:
+    """Queries, keys and values as flash attention takes them, without the keys that no query sees."""
+    keys = min(call.num_keys, call.num_queries) if causal else call.num_keys
+    return [
+        x.transpose(1, 2)
+        for x in (call.queries, call.keys.narrow(1, 0, keys), call.values.narrow(1, 0, keys))
+    ]
+
+
+def _by_flash(call: _Call, causal, *options) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and its low digits, which flash attention does not give: no more than half precision has are needed.
+
+    The forward pass alone, as PyTorch's flash backward pass adds the gradients of a query in the order in which they
+    come, and has no derivative of its own.
+    """
+    scale = options[4]
+    out, lse, *_ = _flash(*_heads_first(call, causal), 0.0, causal, False, scale=scale)
+    lse = lse.transpose(1, 2).contiguous()
+    return out.transpose(1, 2).float().contiguous(), lse, torch.zeros_like(lse)
+
+
 def _together(out: Tensor, lse: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows, from their parts."""
     top = lse.amax(0)
@@ -721,7 +767,7 @@ def _together(out: Tensor, lse: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Te
 def _backward(
     grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, bias, layout = _Call(*inputs), inputs[8], inputs[7]
+    call, layout, bias = _Call(*inputs), inputs[7], inputs[9]
     batch, num_queries, num_keys, H = call.batch, call.num_queries, call.num_keys, call.heads
     # An empty gradient is one that is not there. The others have digits of the inputs' dtype, as the output had.
     if grad_out.numel() == out.numel():

@@ -245,8 +245,8 @@ _sparse_attention = define(
     lambda rowptr, col, edge_id, *_: (rowptr, col, edge_id),
     _forward_cpu,
     _backward_cpu,
-    lambda *inputs: triton_kernels("sparse_triton").forward(*inputs),
-    lambda *arguments: triton_kernels("sparse_triton").backward(*arguments),
+    lambda *inputs: triton_kernels("windows_triton").forward(*inputs),
+    lambda *arguments: triton_kernels("windows_triton").backward(*arguments),
 )
 
 

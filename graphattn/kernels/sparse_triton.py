@@ -593,9 +593,9 @@ def _piece(num_rows: int, num_edges: int) -> int:
     return max(256, triton.next_power_of_2(most))
 
 
-def _make_plan(pointer: Tensor, num_edges: int) -> _Plan:
+def _make_plan(pointer: Tensor, num_edges: int, piece: int | None = None) -> _Plan:
     num_rows, device = pointer.numel() - 1, pointer.device
-    piece = _piece(num_rows, num_edges)
+    piece = _piece(num_rows, num_edges) if piece is None else piece
     if num_rows == 0:
         none = torch.empty(0, 4, dtype=torch.int32, device=device)
         return _Plan(none, none, 0)
@@ -747,6 +747,31 @@ class _Call:
                 SIZE=size, PIECES=16, COLUMNS=columns, **self.compiled,
             )  # fmt: skip
 
+    def merge_softmax(self, plan: _Plan, tile: dict[str, int], *arguments) -> None:
+        """Put the pieces of long rows together: out, lse, lse_low, aggregate and their workspaces."""
+        if len(plan.long) and self.batch:
+            edges = tile["ROWS"] * tile["EDGES"]
+            _merge_softmax_kernel[(self.batch * len(plan.long), -(-self.heads // tile["HEADS"]))](
+                plan.long, *arguments, plan.slots, self.num_queries, len(plan.long), HEADS=tile["HEADS"], EDGES=edges,
+                **self.values_of, **self.features_of, **self.compiled, **self.lowest,
+            )  # fmt: skip
+
+    def delta(self, rowptr, edge_id, out, grad_out, grad_lse, weights, grad_weights) -> Tensor:
+        """δ_i = dO_i·O_i - dlse_i + Σ_j p_ij dP_ij."""
+        delta = self.new(self.batch, self.num_queries, self.heads)
+        self.launch(
+            _delta_kernel, self.batch, self.num_queries, self.tile(16, self.heads, self.num_queries), self.heads,
+            rowptr, edge_id, out, grad_out, grad_lse, weights, grad_weights, delta, num_rows=self.num_queries,
+            num_edges=self.num_edges, **self.values_of,
+        )  # fmt: skip
+        return delta
+
+    def flowing(self, grad_out: Tensor, out: Tensor) -> Tensor:
+        """The gradient of out, with digits of the inputs' dtype, as the output had; an empty one is not there."""
+        if grad_out.numel() == out.numel():
+            return grad_out.to(self.dtype).contiguous()
+        return torch.zeros_like(out, dtype=self.dtype)
+
     def work(self, plan: _Plan, *shape: int) -> Tensor | None:
         """Room for the pieces of long rows, where there may be any."""
         return self.new(self.batch, plan.slots, *shape) if plan.slots else None
@@ -764,11 +789,12 @@ def backward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
         return _backward(*arguments)
 
 
-def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(*inputs, plan: _Plan | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward pass; of some of the rows, if a plan of these is given."""
     call, return_weights = _Call(*inputs), inputs[-1]
     col, edge_id = (x.contiguous() for x in inputs[4:6])
     batch, num_queries, H, DV, F = call.batch, call.num_queries, call.heads, call.value_dim, call.features
-    plan = _plan(call.rowptr, call.num_edges)
+    plan = _plan(call.rowptr, call.num_edges) if plan is None else plan
     out, aggregate = call.new(batch, num_queries, H, DV), call.new(batch, num_queries, H, F)
     lse, lse_low = call.new(batch, num_queries, H), call.new(batch, num_queries, H)
     weights = call.new(batch, call.num_edges, H) if return_weights else call.new(0)
@@ -786,12 +812,7 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         num_segments=len(plan.segments), num_slots=plan.slots, num_rows=num_queries, num_far=call.num_keys,
         CAP=inputs[14] > 0, **call.scalars, **call.keys_of, **call.values_of, **call.features_of, **call.lowest,
     )  # fmt: skip
-    if len(plan.long) and batch:
-        edges = tile["ROWS"] * tile["EDGES"]
-        _merge_softmax_kernel[(batch * len(plan.long), -(-H // tile["HEADS"]))](
-            plan.long, out, lse, lse_low, aggregate, *work, plan.slots, num_queries, len(plan.long),
-            HEADS=tile["HEADS"], EDGES=edges, **call.values_of, **call.features_of, **call.compiled, **call.lowest,
-        )  # fmt: skip
+    call.merge_softmax(plan, tile, out, lse, lse_low, aggregate, *work)
     if F and DV:
         call.project(aggregate, out, add=True)
     if return_weights:
@@ -804,29 +825,24 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _backward(
-    grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs,
+    rows: _Plan | None = None, columns: _Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The backward pass; of some of the queries or keys, if plans of these are given."""
     call = _Call(*inputs)
     bias, edge_attr, edge_projection = inputs[9:12]
     col, edge_id, row, edge_id_t = (inputs[i].contiguous() for i in (4, 5, 7, 8))
     batch, num_queries, num_keys, num_edges = call.batch, call.num_queries, call.num_keys, call.num_edges
     H, KV, D, DV, F = call.heads, call.kv_heads, call.dim, call.value_dim, call.features
-    rows, columns = _plan(call.rowptr, num_edges), _plan(call.colptr, num_edges)
-    # An empty gradient is one that is not there. The others have digits of the inputs' dtype, as the output had.
-    if grad_out.numel() == out.numel():
-        grad_out = grad_out.to(call.dtype).contiguous()
-    else:
-        grad_out = torch.zeros_like(out, dtype=call.dtype)
+    rows = _plan(call.rowptr, num_edges) if rows is None else rows
+    columns = _plan(call.colptr, num_edges) if columns is None else columns
+    grad_out = call.flowing(grad_out, out)
     grad_lse = grad_lse.contiguous() if grad_lse.numel() else None
     grad_weights = grad_weights.contiguous() if grad_weights.numel() else None
     out, lse, lse_low, aggregate = (x.contiguous() for x in (out, lse, lse_low, aggregate))
 
-    delta = call.new(batch, num_queries, H)
+    delta = call.delta(call.rowptr, edge_id, out, grad_out, grad_lse, weights.contiguous(), grad_weights)
     tile = call.tile(16, H, num_queries)
-    call.launch(
-        _delta_kernel, batch, num_queries, tile, H, call.rowptr, edge_id, out, grad_out, grad_lse,
-        weights.contiguous(), grad_weights, delta, num_rows=num_queries, num_edges=num_edges, **call.values_of,
-    )  # fmt: skip
     edge_query = edge_grad = pairs = grad_edge_attr = grad_bias = None
     if F:
         edge_query = call.new(batch, num_queries, H, F)
