@@ -22,7 +22,8 @@ from graphattn.kernels.blocks import Block, dropout_factors, missing_edges, of_b
 from graphattn.kernels.threads import serially_in_parallel
 
 _SCORES = 2**18  # scores worked on together
-_JOBS = 16  # jobs that keep the threads busy without a cut by heads
+_JOBS = 16  # jobs that keep the threads busy without a cut by heads,
+_SCORES_OF_JOB = 2**16  # of so many scores at least, for a job takes its time to begin
 _PIECE = 2048  # keys of a sum
 _FEW_KEYS = 256
 _QUERIES = 2048  # of one flash call, so that a single head has more than one job
@@ -124,10 +125,10 @@ def forward(
         _view(out, of_query, chunk).copy_(x.view(*shape[:3], x.size(2)))
 
     blocks = [block for _, blocks in segments(ptr, num_queries, key.size(1), *band) for block in blocks]
-    jobs = []
+    jobs, enough = [], _enough(blocks, batch * heads)
     for block in blocks:
-        together = _together(block, group, kv_heads, batch * len(blocks))
-        few = -(-batch * len(blocks) // _JOBS)
+        together = _together(block, group, kv_heads, batch * len(blocks) >= enough)
+        few = -(-batch * len(blocks) // enough)
         leading = min(few, _leading(block, group * min(together, kv_heads)))
         jobs += [(slice(*b), *r, block) for r in _ranges(kv_heads, together) for b in _ranges(batch, leading)]
     _run(matmul, jobs)
@@ -192,7 +193,7 @@ def backward(
 
         def matmul(b: slice, head: int, end: int, blocks: Sequence[Block], copy: int) -> None:
             for block in blocks:
-                for low, high in _ranges(end - head, _together(block, group, end - head, _JOBS)):
+                for low, high in _ranges(end - head, _together(block, group, end - head, True)):
                     leading = _leading(block, group * (high - low))
                     for first, last in _ranges(b.stop - b.start, leading):
                         part(slice(b.start + first, b.start + last), head + low, head + high, block, copy)
@@ -243,7 +244,8 @@ def backward(
                 ]
             else:
                 # Pairs of a leading index and a head in a job.
-                size = -(-batch * len(chosen) * kv_heads // _JOBS)
+                enough = _enough([block for blocks in chosen for block in blocks], batch * heads)
+                size = -(-batch * len(chosen) * kv_heads // enough)
                 jobs = [
                     (slice(*b), *r, blocks, 0)
                     for blocks in sorted(chosen, key=_size, reverse=True)
@@ -433,10 +435,15 @@ def _by_head(calls: list[tuple[int, list]], batch: int, kv_heads: int) -> list[t
     ]
 
 
-def _together(block: Block, group: int, kv_heads: int, jobs: int) -> int:
-    """How many key heads of a block to work on together."""
+def _enough(blocks: Sequence[Block], heads: int) -> int:
+    """How many jobs keep the threads busy."""
+    return max(1, min(_JOBS, _size(blocks) * heads // _SCORES_OF_JOB))
+
+
+def _together(block: Block, group: int, kv_heads: int, busy: bool) -> int:
+    """How many key heads of a block to work on together, if the threads are busy without a cut by heads or not."""
     most = max(1, _SCORES // max(1, _cost(block[:4]) * group))
-    return most if jobs >= _JOBS else min(most, -(-kv_heads // 4))
+    return most if busy else min(most, -(-kv_heads // 4))
 
 
 def _leading(block: Block, heads: int) -> int:
