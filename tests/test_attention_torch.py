@@ -146,6 +146,7 @@ def operator_arguments(everything: bool, return_weights: bool, dtype: torch.dtyp
     return (*nodes, *indices, *options, 0.5, 2.0, 0.25, return_weights)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of opcheck itself
 @pytest.mark.parametrize("return_weights", [False, True])
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

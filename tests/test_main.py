@@ -32,7 +32,13 @@ def started(folder=ROOT, **environment):
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**without_home, "OMP_NUM_THREADS": "1", **environment},
+        # of what PyTorch deprecates and PyG uses
+        env={
+            **without_home,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore::FutureWarning",
+            **environment,
+        },
         timeout=300,
     )
     assert done.returncode == 0 and not done.stderr, done.stderr

@@ -575,7 +575,7 @@ def test_dropout_must_be_a_probability(dropout):
     ids=lambda layer: type(layer).__name__,
 )
 def test_torchscript_is_refused(layer):
-    with pytest.raises(NotImplementedError, match="TorchScript"), pytest.warns(DeprecationWarning):
+    with pytest.raises(NotImplementedError, match="TorchScript"):
         torch.jit.script(layer)
 
 
