@@ -186,35 +186,38 @@ def _attend(
     batch = math.prod(leading)
     query, key, value = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout_p > 0.0 else None
-    match graph:
-        case SparseGraph():
-            out, lse, weights = sparse_attention(
-                query, key, value,
-                graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
-                bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
+    if isinstance(graph, SparseGraph):  # Dynamo of PyTorch 2.8 does not trace `match`
+        out, lse, weights = sparse_attention(
+            query, key, value,
+            graph.rowptr, graph.col, graph.edge_id, graph.colptr, graph.row, graph.edge_id_t,
+            bias, edge_attr, edge_projection, seed, scale, softcap, dropout_p, return_weights,
+        )  # fmt: skip
+    elif isinstance(graph, (CompleteGraph, WindowGraph, GridGraph)) and query.device.type in (
+        "cpu",
+        "cuda",
+        "meta",
+    ):
+        if graph.order is not None:  # the kernels see the nodes of a clique side by side
+            query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
+        if not isinstance(graph, GridGraph) and _in_blocks(graph, bias, return_weights):
+            out, lse, weights = block_attention(
+                query, key, value, bias, graph.ptr, seed, graph.offset, *_radius(graph), scale, softcap,
+                dropout_p, return_lse, return_weights,
             )  # fmt: skip
-        case CompleteGraph() | WindowGraph() | GridGraph() if query.device.type in ("cpu", "cuda", "meta"):
-            if graph.order is not None:  # the kernels see the nodes of a clique side by side
-                query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
-            if not isinstance(graph, GridGraph) and _in_blocks(graph, bias, return_weights):
-                out, lse, weights = block_attention(
-                    query, key, value, bias, graph.ptr, seed, graph.offset, *_radius(graph), scale, softcap,
-                    dropout_p, return_lse, return_weights,
-                )  # fmt: skip
-            else:
-                out, lse, weights = interval_attention(
-                    query, key, value, *_intervals(graph), None if return_lse else _causal(graph), bias, None, None,
-                    seed, scale, softcap, dropout_p, return_weights,
-                )  # fmt: skip
-                if return_weights:
-                    weights = weights.view(batch, *graph.edge_shape, query.size(2))
-            if graph.order is not None:
-                out, lse = (torch.empty_like(x).index_copy(1, graph.order, x) for x in (out, lse))
-        case _:
-            raise NotImplementedError(
-                f"graph_attention has no kernel for {type(graph).__name__} on {graph.device.type}."
-                " Use graph.to_sparse()."
-            )
+        else:
+            out, lse, weights = interval_attention(
+                query, key, value, *_intervals(graph), None if return_lse else _causal(graph), bias, None, None,
+                seed, scale, softcap, dropout_p, return_weights,
+            )  # fmt: skip
+            if return_weights:
+                weights = weights.view(batch, *graph.edge_shape, query.size(2))
+        if graph.order is not None:
+            out, lse = (torch.empty_like(x).index_copy(1, graph.order, x) for x in (out, lse))
+    else:
+        raise NotImplementedError(
+            f"graph_attention has no kernel for {type(graph).__name__} on {graph.device.type}."
+            " Use graph.to_sparse()."
+        )
     out = out.to(query.dtype).view(*leading, *out.shape[1:])
     lse = lse.view(*leading, *lse.shape[1:])
     if return_weights:
@@ -304,6 +307,17 @@ def _in_blocks(graph: CompleteGraph | WindowGraph, bias: Tensor | None, return_w
     return graph.ptr is None or graph.num_edges >= 64**2 * (graph.ptr.numel() - 1)
 
 
+# Asked for once: Dynamo of PyTorch 2.8 does not trace the question.
+_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
+)
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast takes numbers other than float64 to on a kind of device; None where it is off."""
+    return torch.get_autocast_dtype(kind) if kind in _AUTOCAST and torch.is_autocast_enabled(kind) else None
+
+
 def _one_dtype(operands: dict, graph: Graph) -> dict:
     for name, x in operands.items():
         if not isinstance(x, Tensor):
@@ -318,9 +332,8 @@ def _one_dtype(operands: dict, graph: Graph) -> dict:
         if not x.is_floating_point():
             raise TypeError(f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`.")
         check_one_device(f"`{name}`", x.device, "`graph`", graph.device)
-    kind = graph.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(graph.device.type)
+    if dtype is not None:
         operands = {name: x if x.dtype == torch.float64 else x.to(dtype) for name, x in operands.items()}
     dtype = operands["query"].dtype
     for name, x in operands.items():

@@ -12,7 +12,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import SparseTensor  # pyright: ignore[reportAttributeAccessIssue]
 from torch_geometric.utils import is_sparse
 
-from graphattn.attention import attention_weights, graph_attention
+from graphattn.attention import attention_weights, autocast_dtype, graph_attention
 from graphattn.graph import Graph, as_graph, check_count, check_one_device
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
@@ -296,8 +296,7 @@ def check_dense(name: str, x: Tensor, weight: Any) -> None:
         check_one_device(f"`{name}`", x.device, "the layer's weights", weight.device)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or x.dtype == weight.dtype:
         return
-    kind = x.device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    casts = autocast_dtype(x.device.type) is not None
     if casts and torch.float64 not in (x.dtype, weight.dtype):  # which autocast leaves as it is
         return
     raise TypeError(

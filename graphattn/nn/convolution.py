@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphattn.attention import graph_attention
+from graphattn.attention import autocast_dtype, graph_attention
 from graphattn.graph import GridGraph, check_one_device, check_word, checked_count
 
 if TYPE_CHECKING:
@@ -185,11 +185,9 @@ class ConvolutionalAttention(torch.nn.Module):
             got = images.layout if isinstance(images, Tensor) else type(images).__name__
             raise TypeError(f"`images` must be a dense {dtype} tensor, got {got}.")
         check_one_device("`images`", images.device, "the layer's weights", self.weight.device)
-        device = images.device.type
-        floating = images.is_floating_point() and torch.float64 not in (images.dtype, dtype)
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if floating and autocast:  # which leaves float64 alone, as in a convolution
-            dtype = torch.get_autocast_dtype(device)
+        autocast = autocast_dtype(images.device.type)
+        if autocast is not None and images.is_floating_point() and torch.float64 not in (images.dtype, dtype):
+            dtype = autocast  # which leaves float64 alone, as in a convolution
             images = images.to(dtype)
         if images.dtype != dtype:
             raise TypeError(f"`images` must be a {dtype} tensor as the layer's weights, got {images.dtype}.")
