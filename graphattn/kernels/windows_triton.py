@@ -75,7 +75,9 @@ def _task(segments, rows, marks, num_tasks, heads, CAREFUL: tl.constexpr):
     at = segments + (number // heads % num_tasks).to(tl.int64) * 4
     node = tl.load(rows + (tl.load(at).to(tl.int64) * _ROWS + tl.arange(0, _ROWS))).to(tl.int64)
     b = (number // heads // num_tasks).to(tl.int64)
-    first, count, slot = tl.load(at + 1).to(tl.int64), tl.load(at + 2), tl.load(at + 3).to(tl.int64)
+    first, count = tl.load(at + 1).to(tl.int64), tl.load(at + 2)
+    # for each row, as the interpreter of Triton 3.9 makes int64 of the conjunction of bools of one shape and another
+    slot = tl.load(at + 3).to(tl.int64) + tl.zeros([_ROWS], tl.int64)
     if CAREFUL:
         marked = tl.load(marks + number) != 0
         node, count = tl.where(marked, node, -1), tl.where(marked, count, 0)
