@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-c_function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # made from the address of one
+c_function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # made from an address or a Python function
 
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
@@ -49,7 +49,8 @@ def in_parallel(function: Any, argument: int | None, threads: int) -> None:
     if _runtime is not None:
         _runtime.GOMP_parallel(function, argument, threads, 0)
         return
-    calls = [_workers(threads).submit(function, argument) for _ in range(threads)]
+    pool = _workers(threads)
+    calls = [pool.submit(function, argument) for _ in range(threads)]
     try:
         for call in calls:
             call.result()
