@@ -200,10 +200,10 @@ def _attend(
         if graph.order is not None:  # the kernels see the nodes of a clique side by side
             query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
         if not isinstance(graph, GridGraph) and _in_blocks(graph, bias, return_weights):
-            out, lse, weights = block_attention(
-                query, key, value, bias, graph.ptr, seed, graph.offset, *_radius(graph), scale, softcap,
-                dropout_p, return_lse, return_weights,
+            out, lse = block_attention(
+                query, key, value, bias, graph.ptr, seed, graph.offset, *_radius(graph), scale, softcap, dropout_p,
             )  # fmt: skip
+            weights = lse.new_empty(0)
         else:
             out, lse, weights = interval_attention(
                 query, key, value, *_intervals(graph), None if return_lse else _causal(graph), bias, None, None,
@@ -290,21 +290,21 @@ def _radius(graph: CompleteGraph | WindowGraph) -> tuple[int | None, int | None]
 def _in_blocks(graph: CompleteGraph | WindowGraph, bias: Tensor | None, return_weights: bool) -> bool:
     """Whether blocks of consecutive queries and keys serve the graph better than one row of edges at a time.
 
-    They score all keys that any query of a block may see, so the band must be wide, and they take edge tensors only
-    where these are a matrix of all queries and keys.
+    They score all keys that any query of a block may see, so the band must be wide, they take a bias only where it is a
+    matrix of all queries and keys, and give no weights.
     """
-    if graph.device.type == "cuda":  # where the other kernel works on blocks too
+    if return_weights or graph.device.type == "cuda":  # where the other kernel works on blocks too
         return False
     before, after = _radius(graph)
     bounded = before is not None and after is not None
-    if (bias is not None or return_weights) and (bounded or graph.ptr is not None):
+    if bias is not None and (bounded or graph.ptr is not None):
         return False
     if isinstance(graph, WindowGraph) and graph.dilation != 1:
         return False
-    if before is not None and after is not None and before + after < 128:
+    if before is not None and after is not None and before + after < 48:
         return False
-    # Each sequence is a job of its own, which takes about as long as 64² edges of the row kernel.
-    return graph.ptr is None or graph.num_edges >= 64**2 * (graph.ptr.numel() - 1)
+    # A sequence of its own takes about as long as 24² edges of the row kernel.
+    return graph.ptr is None or graph.num_edges >= 24**2 * (graph.ptr.numel() - 1)
 
 
 # Asked for once: Dynamo of PyTorch 2.8 does not trace the question.

@@ -27,11 +27,15 @@ def over_blocks(function):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name, units", [("exp", 1), ("log", 3)])
+@pytest.mark.parametrize("name, units", [("exp", 1), ("log", 3), ("tanh", 4)])
 def test_elementary_functions(name, units, dtype):
     """As exact as their docstrings say, over all arguments and closely around 1."""
     if name == "exp":
         x = np.concatenate([np.linspace(-86, 80, 40_000), np.linspace(-0.1, 0.1, 8_000)])
+    elif name == "tanh":
+        x = np.concatenate(
+            [np.linspace(-25, 25, 40_000), np.logspace(-30, 0, 8_000), -np.logspace(-9, 0, 8_000)]
+        )
     else:
         x = np.concatenate([np.logspace(-37, 38, 40_000), np.linspace(0.4, 2.2, 8_000)])
     x = x.astype(dtype)
@@ -44,6 +48,8 @@ def test_elementary_functions(name, units, dtype):
 def test_ends_of_elementary_functions(dtype):
     x = np.array([-math.inf, -1000, math.nan, 0, 0, 0, 0, 0], dtype)
     np.testing.assert_array_equal(over_blocks(vector.exp)(x)[:4], [0, 0, math.nan, 1])
+    x = np.array([-math.inf, math.inf, math.nan, 0, 1000, 0, 0, 0], dtype)
+    np.testing.assert_array_equal(over_blocks(vector.tanh)(x)[:5], [-1, 1, math.nan, 0, 1])
     x = np.array([0, 1, math.nan, 0, 0, 0, 0, 0], dtype)
     np.testing.assert_array_equal(over_blocks(vector.log)(x)[:3], [-math.inf, 0, math.nan])
 

@@ -1,475 +1,695 @@
-"""Attention on blocks of consecutive keys on the CPU: matrix products, one block at a time on each thread.
+"""Attention on blocks of consecutive keys on the CPU: Numba kernels made of one small matrix product.
 
-Blocks with all their edges and no option go through PyTorch's flash attention, which keeps no score. It is slow with
-masks and has no room for the rest, so other blocks form their scores, some queries at a time so that they stay in the
-second-level cache, and form them again, the very same bits, in the backward pass:
+A block is 64 queries, at most, and the keys that any of them may see. Its scores are kept with the queries side by
+side, ``scores[key, query]``, some keys at a time so that they stay in the second-level cache: what a softmax does along
+the keys is then the same for all lanes of a register, and of the five products of attention
 
-    dV += (zP)ᵀ dO,    dS = P (z dO Vᵀ - δ),    dQ = scale · dS K,    dK += scale · dSᵀ Q,    δ = Σ_j P z dO Vᵀ - dlse
+    S = K Qᵀ,    O += Pᵀ V,    dP = V dOᵀ,    dV += P dO,    dK += dS Q,    dQ += dSᵀ K
 
-with dropout factors z. Jobs (a range of heads, a leading index, some blocks) are cut by the shapes alone and each is
-computed on one thread, because what a matrix product rounds to can depend on the number of its threads. No two jobs
-that run at a time write one place.
+each is rows of numbers times rows of registers, where they lie. Forward keeps a running maximum and sum (Milakov and
+Gimelshein 2018); backward computes the weights again from lse (Dao et al. 2022, FlashAttention), of which lse_low holds
+the digits that it has no room for:
+
+    P = exp(S - lse),    dS = P (z dP - δ),    δ = dO·O - dlse
+
+with dropout factors z. A job is some blocks of a leading index and a key head. No two jobs that run at a time write one
+place, and none depends on the number of threads.
 """
 
-import itertools
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (an intrinsic of graphattn.kernels.vector takes the typing context first, its callers do not pass it)
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import llvmlite.binding
+import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
-from graphattn.kernels.blocks import Block, dropout_factors, missing_edges, of_block, segments, sequences
-from graphattn.kernels.threads import serially_in_parallel
-
-_SCORES = 2**18  # scores worked on together
-_JOBS = 16  # jobs that keep the threads busy without a cut by heads,
-_SCORES_OF_JOB = 2**16  # of so many scores at least, for a job takes its time to begin
-_PIECE = 2048  # keys of a sum
-_FEW_KEYS = 256
-_QUERIES = 2048  # of one flash call, so that a single head has more than one job
-
-_softmax_backward = torch.ops.aten._softmax_backward_data.default
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-@torch.autocast("cpu", enabled=False)  # scores and sums have a precision of their own
-def forward(
-    query,
-    key,
-    value,
-    bias,
-    ptr,
-    seed,
-    offset,
-    before,
+from graphattn.compiled import compiled
+from graphattn.kernels import vector
+from graphattn.kernels.blocks import BLOCK, blocks_of
+from graphattn.kernels.threads import c_function_of, in_parallel
+from graphattn.kernels.vector import (
     after,
-    scale,
-    softcap,
-    dropout_p,
-    return_lse,
-    return_weights,
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query, key, value = (_rows(x, wide) for x in (query, key, value))
-    batch, num_queries, heads, _ = query.shape
-    kv_heads, group = key.size(2), heads // key.size(2)
-    weights = (
-        query.new_zeros(batch, num_queries, key.size(1), heads) if return_weights else query.new_empty(0)
+    exp,
+    lanes,
+    load,
+    log,
+    maximum,
+    pointer,
+    record,
+    splat,
+    store,
+    take,
+    tanh,
+    total,
+    width,
+    zeros,
+)
+
+_KEYS = 256  # scores worked on together are those of so many keys
+_SERIAL_WORK = 500_000  # multiply-adds below which more threads cost more than they save
+_JOBS = 64  # jobs that keep the threads busy
+
+# A product adds up 6 rows of so many lanes at a time: as many registers as the machine has.
+_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
+_LANES = {
+    torch.float32: (64, 32, 16) if _AVX512 else (16, 16, 16),
+    torch.float64: (32, 16, 8) if _AVX512 else (8, 8, 8),
+}
+
+_NUMBERS = (
+    "group", "dim", "value_dim", "heads", "num_queries", "num_keys", "offset", "before", "after", "bias_key_step",
+    "bias_query_step", "bias_head_step", "grad_bias_job_step", "num_jobs", "room",
+    *(f"{name}_{axis}" for name in ("query", "key", "value", "grad_out") for axis in ("batch", "node", "head")),
+)  # fmt: skip
+_ADDRESSES = (
+    "query", "key", "value", "bias", "out", "lse", "lse_low", "grad_out", "grad_lse", "grad_query", "grad_key",
+    "grad_value", "grad_bias", "blocks", "jobs", "counters", "reals",
+)  # fmt: skip
+_RANDOM = ("seed", "drop_below")
+_FACTORS = ("scale", "softcap", "kept", "lowest", "infinity", "one")
+
+
+@functools.cache
+def _record(number: type) -> np.dtype:
+    return np.dtype(
+        [
+            *((name, np.int64) for name in (*_NUMBERS, *_ADDRESSES)),
+            *((name, np.uint64) for name in _RANDOM),
+            *((name, number) for name in _FACTORS),
+        ]
     )
-    band = (offset, before, after)
-
-    spans = sequences(ptr, num_queries, key.size(1), *band)
-    whole = _is_whole(spans, query, key, offset, after)
-    if _takes_flash(
-        spans, whole, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
-    ):
-        if whole:
-            everything = (x.transpose(1, 2) for x in (query, key, value))
-            out, lse = _flash(*everything, is_causal=after is not None, scale=scale)
-            return out.transpose(1, 2), lse.transpose(1, 2), weights
-        out, lse = _nothing(query, value)
-
-        def flash(b: int, head: int, end: int, parts: Sequence) -> None:
-            of_query, of_key = _place(b, head * group, end * group), _place(b, head, end)
-            total = None
-            for queries, keys, causal in parts:
-                x, y = _flash(
-                    _view(query, of_query, queries),
-                    _view(key, of_key, keys),
-                    _view(value, of_key, keys),
-                    is_causal=causal,
-                    scale=scale,
-                )
-                if total is None:
-                    total, log_total = x, y
-                else:
-                    both = torch.logaddexp(log_total, y)
-                    total = total * (log_total - both).exp().unsqueeze(-1) + x * (y - both).exp().unsqueeze(
-                        -1
-                    )
-                    log_total = both
-            if total is not None:
-                _view(out, of_query, queries).copy_(total)
-                _view(lse.unsqueeze(-1), of_query, queries).copy_(log_total.unsqueeze(-1))
-
-        calls = []
-        for span in spans:
-            for start in range(span[0], span[1], _QUERIES):
-                part = (start, min(start + _QUERIES, span[1]), *span[2:])
-                calls.append((_cost(part), _parts(part, offset, after)))
-        _run(flash, _by_head(calls, batch, kv_heads))
-        return out, lse, weights
-
-    out, lse = _nothing(query, value)
-    bias = None if bias is None else bias.to(wide)
-    drawn = seed.item() if dropout_p > 0.0 else 0
-    masks = _Masks(band, group)
-
-    def matmul(b: slice, head: int, end: int, block: Block) -> None:
-        of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
-        keys, chunk = slice(block.key, block.key_end), slice(block.query, block.query_end)
-        scores, _ = _scores(
-            _grouped(query, of_query, block, group), _rows_of(key, of_key, keys), block, masks, bias, of_query[1],
-            scale, softcap,
-        )  # fmt: skip
-        shape = _shape(of_query, block)
-        if return_lse:
-            lse[b, chunk, of_query[1]] = torch.logsumexp(scores, -1).view(shape[:3]).transpose(1, 2)
-        p = _softmax(scores)
-        if return_weights:
-            weights[b, chunk, keys, of_query[1]] = p.view(shape).permute(0, 2, 3, 1)
-        if dropout_p > 0.0:
-            p.mul_(dropout_factors(drawn, block, *of_query, (batch, heads), dropout_p, wide).view(p.shape))
-        x = _over_keys(p, _rows_of(value, of_key, keys))
-        _view(out, of_query, chunk).copy_(x.view(*shape[:3], x.size(2)))
-
-    blocks = [block for _, blocks in segments(ptr, num_queries, key.size(1), *band) for block in blocks]
-    jobs, enough = [], _enough(blocks, batch * heads)
-    for block in blocks:
-        together = _together(block, group, kv_heads, batch * len(blocks) >= enough)
-        few = -(-batch * len(blocks) // enough)
-        leading = min(few, _leading(block, group * min(together, kv_heads)))
-        jobs += [(slice(*b), *r, block) for r in _ranges(kv_heads, together) for b in _ranges(batch, leading)]
-    _run(matmul, jobs)
-    return out, lse, weights
 
 
-@torch.autocast("cpu", enabled=False)
-def backward(
-    grad_out, grad_lse, grad_weights, out, lse, query, key, value, bias, ptr, seed, offset, before, after, scale,
-    softcap, dropout_p, return_lse, return_weights, with_bias,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = out.dtype
-    inputs = (query, key, value, bias)
-    query, key, value = (_rows(x, wide) for x in (query, key, value))
-    batch, num_queries, heads, _ = query.shape
-    kv_heads, group = key.size(2), heads // key.size(2)
-    if grad_out.shape != out.shape:
-        grad_out = torch.zeros_like(out)
-    grad_out = _rows(grad_out, wide)
-    grad_bias = query.new_empty(0)
-    band = (offset, before, after)
+_function = njit(error_model="numpy")
+_inlined = njit(error_model="numpy", forceinline=True)
+_part = njit(error_model="numpy", inline="always")  # of a kernel: compiled with it, not before it
+_kernel = functools.partial(compiled, error_model="numpy", sources=[str(vector.__file__)])
 
-    spans = sequences(ptr, num_queries, key.size(1), *band)
-    whole = _is_whole(spans, query, key, offset, after)
-    by_flash = _takes_flash(
-        spans, whole, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
+
+@_inlined
+def _put(to, at, sum, add, L):
+    store(to, at, load(to, at, L) + sum if add else sum)
+
+
+@_inlined
+def _tile(c, c_row, a, a_row, a_step, b, b_row, rows, depth, add, L):
+    """Up to 6 rows of a product; those that are not there repeat the last."""
+    last = rows - 1
+    a1, a2, a3 = (
+        after(a, min(1, last) * a_row),
+        after(a, min(2, last) * a_row),
+        after(a, min(3, last) * a_row),
     )
-    if by_flash and whole:
-        everything = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        grads = _flash_backward(*everything, lse.transpose(1, 2), 0.0, after is not None, scale=scale)
-        grads = [grad.transpose(1, 2).to(x.dtype).contiguous() for grad, x in zip(grads, inputs)]
-        return grads[0], grads[1], grads[2], inputs[0].new_empty(0)
-    grad_query, grad_key, grad_value = (torch.zeros(x.shape, dtype=wide) for x in (query, key, value))
-    if by_flash:
+    a4, a5 = after(a, min(4, last) * a_row), after(a, min(5, last) * a_row)
+    s0, s1, s2, s3, s4, s5 = zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L)
+    for k in range(depth):
+        x, i = load(b, k * b_row, L), k * a_step
+        s0 = s0 + splat(a[i], L) * x
+        s1 = s1 + splat(a1[i], L) * x
+        s2 = s2 + splat(a2[i], L) * x
+        s3 = s3 + splat(a3[i], L) * x
+        s4 = s4 + splat(a4[i], L) * x
+        s5 = s5 + splat(a5[i], L) * x
+    _put(c, 0, s0, add, L)
+    if rows > 1:
+        _put(c, c_row, s1, add, L)
+    if rows > 2:
+        _put(c, 2 * c_row, s2, add, L)
+    if rows > 3:
+        _put(c, 3 * c_row, s3, add, L)
+    if rows > 4:
+        _put(c, 4 * c_row, s4, add, L)
+    if rows > 5:
+        _put(c, 5 * c_row, s5, add, L)
 
-        def flash(b: int, head: int, end: int, parts: Sequence) -> None:
-            of_query, of_key = _place(b, head * group, end * group), _place(b, head, end)
-            for queries, keys, causal in parts:
-                grads = _flash_backward(
-                    *(_view(x, of_query, queries) for x in (grad_out, query)),
-                    *(_view(x, of_key, keys) for x in (key, value)),
-                    _view(out, of_query, queries),
-                    _view(lse.unsqueeze(-1), of_query, queries).squeeze(-1),
-                    0.0,
-                    causal,
-                    scale=scale,
-                )
-                _view(grad_query, of_query, queries).add_(grads[0])
-                _view(grad_key, of_key, keys).add_(grads[1])
-                _view(grad_value, of_key, keys).add_(grads[2])
 
-        _run(flash, _by_head([(_cost(span), _parts(span, offset, after)) for span in spans], batch, kv_heads))
-    else:
-        bias = None if bias is None else bias.to(wide)
-        drawn = seed.item() if dropout_p > 0.0 else 0
-        masks = _Masks(band, group)
-        # Jobs of different heads that add to one number do so on numbers of their own, which are summed after.
-        # There are few of them, as each is of the size of the bias.
-        shared = bias is not None and bias.size(2) == 1
-        if bias is not None and with_bias:
-            grad_bias = bias.new_zeros(min(kv_heads, 4) if shared else 1, *bias.shape)
-
-        def matmul(b: slice, head: int, end: int, blocks: Sequence[Block], copy: int) -> None:
-            for block in blocks:
-                for low, high in _ranges(end - head, _together(block, group, end - head, True)):
-                    leading = _leading(block, group * (high - low))
-                    for first, last in _ranges(b.stop - b.start, leading):
-                        part(slice(b.start + first, b.start + last), head + low, head + high, block, copy)
-
-        def part(b: slice, head: int, end: int, block: Block, copy: int) -> None:
-            of_query, of_key = (b, slice(head * group, end * group)), (b, slice(head, end))
-            keys, chunk = slice(block.key, block.key_end), slice(block.query, block.query_end)
-            q, g = (_grouped(x, of_query, block, group) for x in (query, grad_out))
-            k, v = (_rows_of(x, of_key, keys) for x in (key, value))
-            scores, slope = _scores(q, k, block, masks, bias, of_query[1], scale, softcap)
-            shape = _shape(of_query, block)
-            p = _softmax(scores)
-            ds = torch.bmm(g, v.mT, out=scores)
-            dropped = p
-            if dropout_p > 0.0:
-                keep = dropout_factors(drawn, block, *of_query, (batch, heads), dropout_p, wide).view(p.shape)
-                ds.mul_(keep)
-                dropped = p * keep
-            _add_product(_view(grad_value, of_key, keys), dropped, g, group)
-            if grad_weights.numel():
-                flowing = grad_weights[b, chunk, keys, of_query[1]].permute(0, 3, 1, 2).reshape(p.shape)
-                mask = masks.of(block, q.dtype)
-                # What flows into a place without an edge counts for nothing, not even if it is NaN.
-                ds.add_(flowing if mask is None else flowing.masked_fill(mask == -math.inf, 0.0))
-            ds = _softmax_backward(ds, p, -1, wide)
-            if grad_lse.numel():
-                ds.addcmul_(p, grad_lse[b, chunk, of_query[1]].transpose(1, 2).reshape(*p.shape[:2], 1))
-            if with_bias:
-                total = of_block(grad_bias[copy], block, of_query[1])
-                total.add_(ds.view(shape).sum_to_size(1, *total.shape)[0])
-            if slope is not None:
-                ds.mul_(slope)
-            x = _over_keys(ds.mul_(scale), k)
-            _view(grad_query, of_query, chunk).copy_(x.view(*shape[:3], x.size(2)))
-            _add_product(_view(grad_key, of_key, keys), ds, q, group)
-
-        groups = segments(ptr, num_queries, key.size(1), *band)
-        for parity in (0, 1):
-            chosen = [blocks for n, blocks in groups if n == parity]
-            if with_bias:
-                # One job adds all that goes into the bias of a head.
-                everything = [block for blocks in chosen for block in blocks]
-                ranges = list(_ranges(kv_heads, -(-kv_heads // len(grad_bias)) if shared else 1))
-                jobs = [
-                    (slice(0, batch), *r, everything, n if shared else 0)
-                    for n, r in enumerate(ranges)
-                    if everything
-                ]
+@_function
+def _product(c, c_row, a, a_row, a_step, b, b_row, rows, columns, depth, add, L, M, N):
+    """``c[i, j] (+)= Σ_k a[i * a_row + k * a_step] b[k, j]``, columns being a multiple of the fewest lanes."""
+    j = 0
+    while j < columns:
+        lanes = width(L) if columns - j >= width(L) else width(M) if columns - j >= width(M) else width(N)
+        for i in range(0, rows, 6):
+            to, x, y = after(c, i * c_row + j), after(a, i * a_row), after(b, j)
+            if lanes == width(L):
+                _tile(to, c_row, x, a_row, a_step, y, b_row, rows - i, depth, add, L)
+            elif lanes == width(M):
+                _tile(to, c_row, x, a_row, a_step, y, b_row, rows - i, depth, add, M)
             else:
-                # Pairs of a leading index and a head in a job.
-                enough = _enough([block for blocks in chosen for block in blocks], batch * heads)
-                size = -(-batch * len(chosen) * kv_heads // enough)
-                jobs = [
-                    (slice(*b), *r, blocks, 0)
-                    for blocks in sorted(chosen, key=_size, reverse=True)
-                    for b in _ranges(batch, max(1, size // kv_heads))
-                    for r in _ranges(kv_heads, min(kv_heads, size))
-                ]
-            _run(matmul, jobs)
-        if with_bias:
-            grad_bias = grad_bias.sum(0).to(inputs[3].dtype)
-    return (
-        grad_query.to(inputs[0].dtype),
-        grad_key.to(inputs[1].dtype),
-        grad_value.to(inputs[2].dtype),
-        grad_bias if with_bias else inputs[0].new_empty(0),
-    )
+                _tile(to, c_row, x, a_row, a_step, y, b_row, rows - i, depth, add, N)
+        j += lanes
 
 
-def _takes_flash(
-    spans, whole, query, value, bias, before, scale, softcap, dropout_p, return_lse, return_weights
-) -> bool:
-    """Whether PyTorch's flash attention has all that is asked for; called again and again for few keys it is no faster.
-
-    It removes edges before it multiplies by the scale, which must not turn -inf around. Where heads share few keys, its
-    long sums over all of them are less exact.
-    """
-    options = bias is not None or softcap or dropout_p or return_lse or return_weights
-    whole = whole and query.size(2) == value.size(2)
-    return (
-        before is None
-        and not options
-        and scale > 0.0
-        and query.size(3) == value.size(3)
-        and (whole or any(key_end - key > _FEW_KEYS for _, _, key, key_end in spans))
-    )
+@_function
+def _copy(to, padded, rows, row, count, dim, factor):
+    """Rows with zeros after them."""
+    for i in range(count):
+        x, y = after(to, i * padded), after(rows, i * row)
+        for k in range(dim):
+            x[k] = y[k] * factor
+        for k in range(dim, padded):
+            x[k] = 0
 
 
-def _is_whole(spans, query: Tensor, key: Tensor, offset: int, after: int | None) -> bool:
-    """Whether one flash call on all there is does it all, in the caller's thread and those that it starts by itself.
-
-    With a single head it would start them within its matrix products, whose results depend on them.
-    """
-    square = after is None or offset + after == 0
-    one = spans == [(0, query.size(1), 0, key.size(1))] and query.size(0) * query.size(2) > 1
-    return one and square
+@_function
+def _clear(row, size):
+    for k in range(size):
+        row[k] = 0
 
 
-def _over_keys(weights: Tensor, x: Tensor) -> Tensor:
-    """The product ``[heads, queries, keys] @ [heads, keys, dim]``; in one go, long sums would lose digits."""
-    if x.size(1) <= _PIECE:
-        return torch.bmm(weights, x)
-    total = torch.zeros(*weights.shape[:2], x.size(2), dtype=torch.float64)
-    for part, rows in zip(weights.split(_PIECE, 2), x.split(_PIECE, 1)):
-        total += torch.bmm(part, rows)
-    return total.to(x.dtype)
+@_function
+def _transposed(to, rows, row, count, columns, dim, factor):
+    """Rows as columns, of a row of BLOCK numbers, with columns of zeros after them."""
+    for k in range(dim):
+        x = after(to, k * BLOCK)
+        for i in range(count):
+            x[i] = rows[i * row + k] * factor
+        for i in range(count, columns):
+            x[i] = 0
 
 
-def _nothing(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of queries without an edge."""
-    rows = query.shape[:3]
-    return query.new_zeros(*rows, value.size(3)), query.new_full(rows, -math.inf)
+@_function
+def _modify(scores, slopes, c, head, query, columns, key, keys, N):
+    """Cap and bias the scores of some keys; slopes are those of the cap."""
+    if c.softcap > 0:
+        cap, inverse, one = splat(c.softcap, N), splat(c.one / c.softcap, N), splat(c.one, N)
+        for k in range(keys):
+            for j in range(k * BLOCK, k * BLOCK + columns, width(N)):
+                bent = tanh(load(scores, j, N) * inverse)
+                store(slopes, j, one - bent * bent)
+                store(scores, j, bent * cap)
+    if c.bias != 0:
+        first = head * c.bias_head_step + key * c.bias_key_step + query * c.bias_query_step
+        bias = after(pointer(c.bias, c.one), first)
+        for k in range(keys):
+            for j in range(0, columns, width(N)):
+                at = k * BLOCK + j
+                if c.bias_query_step == 0:
+                    store(scores, at, load(scores, at, N) + splat(bias[k * c.bias_key_step], N))
+                else:
+                    store(scores, at, load(scores, at, N) + load(bias, k * c.bias_key_step + j, N))
 
 
-def _rows(x: Tensor, wide: torch.dtype) -> Tensor:
-    """The tensor in the precision of the scores, its rows such as matrix products take them."""
-    x = x.to(wide)
-    if x.stride(3) == 1 and x.stride(1) >= x.size(3):
-        return x
-    return x.contiguous()
+@_inlined
+def _edges(c, query, queries, key):
+    """The first and the end of the queries, counted from ``query``, that a key has an edge to."""
+    place = key - query - c.offset  # of the query in whose place the key is
+    return max(0, place - c.after), min(queries, place + c.before + 1)
 
 
-_Place = tuple[slice, slice]  # leading indices and heads
+@_function
+def _mask(scores, missing, c, query, queries, key, keys):
+    """Put a number where there is no edge."""
+    for k in range(keys):
+        first, end = _edges(c, query, queries, key + k)
+        to = after(scores, k * BLOCK)
+        for i in range(min(first, queries)):
+            to[i] = missing
+        for i in range(max(0, end), queries):
+            to[i] = missing
 
 
-def _place(b: int, head: int, end: int) -> _Place:
-    return slice(b, b + 1), slice(head, end)
+@_function
+def _are_finite(rows, row, count, dim, N):
+    sums, rest, even = zeros(rows, N), 0, dim - dim % width(N)
+    for i in range(count):
+        x = after(rows, i * row)
+        for k in range(0, even, width(N)):
+            sums = sums + load(x, k, N) * zeros(rows, N)
+        for k in range(even, dim):
+            rest += not math.isfinite(x[k])
+    return total(sums) == 0 and rest == 0
 
 
-def _shape(place: _Place, block: Block) -> tuple[int, int, int, int]:
-    """Of the scores of a block: leading indices, heads, queries, keys."""
-    b, heads = place
-    sizes = block.query_end - block.query, block.key_end - block.key
-    return b.stop - b.start, heads.stop - heads.start, *sizes
+@_function
+def _along_edges(to, to_query, to_key, a, rows, of_query, of_key, c, query, queries, key, keys, dim):
+    """Add ``a[key, query]`` times a row to a row for every edge, where a product would take 0 times NaN for no edge."""
+    for k in range(keys):
+        first, end = _edges(c, query, queries, key + k)
+        for i in range(first, end):
+            weight, x = a[k * BLOCK + i], after(rows, k * of_key + i * of_query)
+            y = after(to, k * to_key + i * to_query)
+            for j in range(dim):
+                y[j] += weight * x[j]
 
 
-def _view(x: Tensor, place: _Place, nodes: slice) -> Tensor:
-    """Some nodes of some leading indices and heads as PyTorch's attention takes them: ``[B, heads, nodes, dim]``."""
-    return x[place[0], nodes, place[1]].transpose(1, 2)
+@_function
+def _drop(weights, c, b, head, query, columns, key, keys):
+    """Multiply weights by their dropout factors: SplitMix64, as `reference.dropout_factors`."""
+    for k in range(keys):
+        to = after(weights, k * BLOCK)
+        number = ((b * c.num_queries + query) * c.num_keys + key + k) * c.heads + head + 1
+        x0, step = np.uint64(number), np.uint64(c.num_keys * c.heads)
+        for i in range(columns):
+            x = c.seed + (x0 + np.uint64(i) * step) * np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            x = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
+            to[i] *= c.kept * (x >= c.drop_below)
 
 
-def _rows_of(x: Tensor, place: _Place, nodes: slice) -> Tensor:
-    """The same as batched products take them, ``[B * heads, nodes, dim]``: a copy only of several leading indices."""
-    return _view(x, place, nodes).flatten(0, 1)
+@_inlined
+def _weigh(scores, peak, norm, factor, keys, L):
+    """Scores of some more keys to weights under the new maximum; factor is what the weights so far shrink by."""
+    old = load(peak, 0, L)
+    top = old
+    for k in range(keys):
+        top = maximum(load(scores, k * BLOCK, L), top)
+    shrink = exp(old - top)
+    sum = zeros(scores, L)
+    for k in range(keys):
+        p = exp(load(scores, k * BLOCK, L) - top)
+        sum = sum + p
+        store(scores, k * BLOCK, p)
+    store(peak, 0, top)
+    store(factor, 0, shrink)
+    store(norm, 0, load(norm, 0, L) * shrink + sum)
 
 
-def _grouped(x: Tensor, place: _Place, block: Block, group: int) -> Tensor:
-    """The queries of a block, those of heads that share a key one below the other: ``[B * kv_heads, rows, dim]``."""
-    x = _rows_of(x, place, slice(block.query, block.query_end))
-    return x if group == 1 else x.reshape(x.size(0) // group, group * x.size(1), x.size(2))
+@_part
+def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
+    query, query_end, key, key_end, full = block[0], block[1], block[2], block[3], block[4]
+    count, narrow, head = query_end - query, width(N), kv_head * c.group + group
+    columns = -(-count // narrow) * narrow
+    padded = -(-c.value_dim // narrow) * narrow
+    scores, slopes = room, after(room, _KEYS * BLOCK)
+    values = after(slopes, _KEYS * BLOCK)
+    state = after(values, _KEYS * padded)
+    peak, norm, factor = state, after(state, BLOCK), after(state, 2 * BLOCK)
+    sums = after(state, 3 * BLOCK)
+    own = after(sums, BLOCK * padded)
+
+    q = after(pointer(c.query, c.one), b * c.query_batch + query * c.query_node + head * c.query_head)
+    _transposed(own, q, c.query_node, count, columns, c.dim, c.scale)
+    for i in range(columns):
+        peak[i], norm[i] = c.lowest, 0
+    for start in range(key, key_end, _KEYS):
+        keys = min(_KEYS, key_end - start)
+        k = after(pointer(c.key, c.one), b * c.key_batch + start * c.key_node + kv_head * c.key_head)
+        v = after(pointer(c.value, c.one), b * c.value_batch + start * c.value_node + kv_head * c.value_head)
+        _product(scores, BLOCK, k, c.key_node, 1, own, BLOCK, keys, columns, c.dim, False, L, M, N)
+        _modify(scores, slopes, c, head, query, columns, start, keys, N)
+        if full == 0:
+            _mask(scores, -c.infinity, c, query, count, start, keys)
+        if columns == width(L):
+            _weigh(scores, peak, norm, factor, keys, L)
+        else:
+            for j in range(0, columns, narrow):
+                _weigh(after(scores, j), after(peak, j), after(norm, j), after(factor, j), keys, N)
+        if c.drop_below != 0:
+            _drop(scores, c, b, head, query, columns, start, keys)
+        if start > key:
+            for i in range(count):
+                x = after(sums, i * padded)
+                if factor[i] != c.one:
+                    for j in range(padded):
+                        x[j] *= factor[i]
+        row = c.value_node
+        if full == 0 and not _are_finite(v, row, keys, c.value_dim, N):
+            if start == key:
+                _clear(sums, BLOCK * padded)
+            _along_edges(sums, padded, 0, scores, v, 0, row, c, query, count, start, keys, c.value_dim)
+            continue
+        if padded != c.value_dim:
+            _copy(values, padded, v, row, keys, c.value_dim, c.one)
+            v, row = values, padded
+        _product(sums, padded, scores, 1, BLOCK, v, row, count, padded, keys, start > key, L, M, N)
+
+    out = pointer(c.out, c.one)
+    lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
+    for j in range(0, columns, narrow):
+        store(factor, j, log(load(norm, j, N)))
+    for i in range(count):
+        at, x = (b * c.num_queries + query + i) * c.heads + head, after(sums, i * padded)
+        to = after(out, at * c.value_dim)
+        if norm[i] == 0:
+            for j in range(c.value_dim):
+                to[j] = 0
+            lse[at], lse_low[at] = -c.infinity, 0
+        else:
+            inverse = c.one / norm[i]
+            for j in range(c.value_dim):
+                to[j] = x[j] * inverse
+            total = peak[i] + factor[i]
+            lse[at] = total
+            rest = total - peak[i]
+            lse_low[at] = factor[i] - rest
 
 
-def _add_product(total: Tensor, x: Tensor, y: Tensor, group: int) -> None:
-    """``total += xᵀ y``, head by head where several share a key: long sums in one go would lose digits."""
-    if group == 1 and total.size(0) == 1:
-        total[0].baddbmm_(x.mT, y)
+@_function
+def _add(to, row, a, rows, padded, keys, dim, count, room, L, M, N):
+    """Add the product of ``a[key, query]`` and rows of queries to the rows of keys."""
+    if padded == dim:
+        _product(to, row, a, BLOCK, 1, rows, padded, keys, dim, count, True, L, M, N)
         return
-    x, y = (z.reshape(z.size(0) * group, z.size(1) // group, z.size(2)) for z in (x, y))
-    product = torch.bmm(x.mT, y).view(*total.shape[:2], group, *total.shape[2:])
-    total.add_(product.sum(2) if group > 1 else product.squeeze(2))
+    _product(room, padded, a, BLOCK, 1, rows, padded, keys, padded, count, False, L, M, N)
+    for k in range(keys):
+        for j in range(dim):
+            to[k * row + j] += room[k * padded + j]
 
 
-class _Masks:
-    """`missing_edges` of the blocks of one call, repeated for the heads that share a key.
+@_function
+def _add_bias(c, at, grads, keys, count):
+    """Add the gradients of scores to that of a bias; where many are one number, in double precision."""
+    if c.bias_key_step != 0 and c.bias_query_step != 0:
+        to = after(pointer(c.grad_bias, c.one), at)
+        for k in range(keys):
+            row, x = after(to, k * c.bias_key_step), after(grads, k * BLOCK)
+            for i in range(count):
+                row[i] += x[i]
+        return
+    sums = after(pointer(c.grad_bias, np.float64(0)), at)
+    if c.bias_query_step != 0:
+        for i in range(count):
+            of_query = np.float64(0)
+            for k in range(keys):
+                of_query += grads[k * BLOCK + i]
+            sums[i * c.bias_query_step] += of_query
+        return
+    of_all = np.float64(0)
+    for k in range(keys):
+        of_key = np.float64(0)
+        for i in range(count):
+            of_key += grads[k * BLOCK + i]
+        of_all += of_key
+        if c.bias_key_step != 0:
+            sums[k * c.bias_key_step] += of_key
+    if c.bias_key_step == 0:
+        sums[0] += of_all
 
-    Blocks of a window lie alike and share one mask; where a side is unbounded, each has its own and none is kept.
+
+@_part
+def _backward_block(c, b, kv_head, group, block, copy, room, L, M, N):
+    query, query_end, key, key_end, full = block[0], block[1], block[2], block[3], block[4]
+    count, narrow, head = query_end - query, width(N), kv_head * c.group + group
+    columns = -(-count // narrow) * narrow
+    dim, value_dim = -(-c.dim // narrow) * narrow, -(-c.value_dim // narrow) * narrow
+    scores, slopes = room, after(room, _KEYS * BLOCK)
+    weights = after(slopes, _KEYS * BLOCK)
+    grads = after(weights, _KEYS * BLOCK)
+    far = after(grads, _KEYS * BLOCK)
+    lse = after(far, _KEYS * max(dim, value_dim))
+    delta = after(lse, 2 * BLOCK)
+    own, own_t = after(delta, BLOCK), after(delta, BLOCK + BLOCK * dim)
+    flow, flow_t = after(own_t, BLOCK * dim), after(own_t, BLOCK * (dim + value_dim))
+    sums = after(flow_t, BLOCK * value_dim)
+
+    q = after(pointer(c.query, c.one), b * c.query_batch + query * c.query_node + head * c.query_head)
+    g = after(
+        pointer(c.grad_out, c.one), b * c.grad_out_batch + query * c.grad_out_node + head * c.grad_out_head
+    )
+    _copy(own, dim, q, c.query_node, count, c.dim, c.scale)
+    _transposed(own_t, q, c.query_node, count, columns, c.dim, c.scale)
+    _copy(flow, value_dim, g, c.grad_out_node, count, c.value_dim, c.one)
+    _transposed(flow_t, g, c.grad_out_node, count, columns, c.value_dim, c.one)
+    out, lse_of = pointer(c.out, c.one), pointer(c.lse, c.one)
+    at = (b * c.num_queries + query) * c.heads + head
+    _transposed(far, after(out, at * c.value_dim), c.heads * c.value_dim, count, columns, c.value_dim, c.one)
+    for j in range(0, columns, narrow):
+        sum = zeros(far, N)  # in the order of a product: for a single key, dP and δ are the same number
+        for n in range(j, j + c.value_dim * BLOCK, BLOCK):
+            sum = sum + load(far, n, N) * load(flow_t, n, N)
+        store(delta, j, sum)
+    for i in range(columns):
+        lse[i], lse[BLOCK + i] = c.infinity, 0
+        if i < count and lse_of[at + i * c.heads] != -c.infinity:  # else no weight is left
+            lse[i] = lse_of[at + i * c.heads]
+            lse[BLOCK + i] = pointer(c.lse_low, c.one)[at + i * c.heads]
+            if c.grad_lse != 0:
+                delta[i] -= pointer(c.grad_lse, c.one)[at + i * c.heads]
+    careful = full == 0 and not (
+        _are_finite(own, dim, count, c.dim, N) and _are_finite(flow, value_dim, count, c.value_dim, N)
+    )
+    for start in range(key, key_end, _KEYS):
+        keys = min(_KEYS, key_end - start)
+        k = after(pointer(c.key, c.one), b * c.key_batch + start * c.key_node + kv_head * c.key_head)
+        v = after(pointer(c.value, c.one), b * c.value_batch + start * c.value_node + kv_head * c.value_head)
+        _product(scores, BLOCK, k, c.key_node, 1, own_t, BLOCK, keys, columns, c.dim, False, L, M, N)
+        _modify(scores, slopes, c, head, query, columns, start, keys, N)
+        _product(grads, BLOCK, v, c.value_node, 1, flow_t, BLOCK, keys, columns, c.value_dim, False, L, M, N)
+        for j in range(0, columns, narrow):
+            high, low = load(lse, j, N), load(lse, BLOCK + j, N)
+            for at in range(j, j + keys * BLOCK, BLOCK):
+                store(weights, at, exp(load(scores, at, N) - high - low))
+        if c.drop_below != 0:
+            for at in range(keys * BLOCK):
+                scores[at] = weights[at]
+            _drop(weights, c, b, head, query, columns, start, keys)
+            _drop(grads, c, b, head, query, columns, start, keys)
+        kept = scores if c.drop_below != 0 else weights
+        for j in range(0, columns, narrow):
+            less = load(delta, j, N)
+            for at in range(j, j + keys * BLOCK, BLOCK):
+                store(grads, at, load(kept, at, N) * (load(grads, at, N) - less))
+        if full == 0:
+            _mask(weights, c.one - c.one, c, query, count, start, keys)
+            _mask(grads, c.one - c.one, c, query, count, start, keys)
+        if c.grad_bias != 0:
+            at = head * c.bias_head_step + start * c.bias_key_step + query * c.bias_query_step
+            _add_bias(c, copy * c.grad_bias_job_step + at, grads, keys, count)
+        if c.softcap > 0:
+            for n in range(keys):
+                for at in range(n * BLOCK, n * BLOCK + columns, narrow):
+                    store(grads, at, load(grads, at, N) * load(slopes, at, N))
+        at = (b * c.num_keys + start) * (c.heads // c.group) + kv_head
+        to = after(pointer(c.grad_value, c.one), at * c.value_dim)
+        row = c.heads // c.group * c.value_dim
+        if careful:
+            _along_edges(to, 0, row, weights, flow, value_dim, 0, c, query, count, start, keys, c.value_dim)
+        else:
+            _add(to, row, weights, flow, value_dim, keys, c.value_dim, count, far, L, M, N)
+        to, row = after(pointer(c.grad_key, c.one), at * c.dim), c.heads // c.group * c.dim
+        if careful:
+            _along_edges(to, 0, row, grads, own, dim, 0, c, query, count, start, keys, c.dim)
+        else:
+            _add(to, row, grads, own, dim, keys, c.dim, count, far, L, M, N)
+        row = c.key_node
+        if full == 0 and not _are_finite(k, row, keys, c.dim, N):
+            if start == key:
+                _clear(sums, BLOCK * dim)
+            _along_edges(sums, dim, 0, grads, k, 0, row, c, query, count, start, keys, c.dim)
+            continue
+        if dim != c.dim:
+            _copy(far, dim, k, row, keys, c.dim, c.one)
+            k, row = far, dim
+        _product(sums, dim, grads, 1, BLOCK, k, row, count, dim, keys, start > key, L, M, N)
+    grad_query = pointer(c.grad_query, c.one)
+    for i in range(count):
+        to = after(grad_query, ((b * c.num_queries + query + i) * c.heads + head) * c.dim)
+        for j in range(c.dim):
+            to[j] = sums[i * dim + j] * c.scale
+
+
+@_part
+def _walk(work, c, L, M, N):
+    """Take job after job: (leading index from, to, key head from, to, block from, to, copy of the bias gradient)."""
+    room = after(pointer(c.reals, c.one), take(after(pointer(c.counters, np.int64(0)), 1)) * c.room)
+    blocks, counter = pointer(c.blocks, np.int64(0)), pointer(c.counters, np.int64(0))
+    job = take(counter)
+    while job < c.num_jobs:
+        now = after(pointer(c.jobs, np.int64(0)), 7 * job)
+        for b in range(now[0], now[1]):
+            for kv_head in range(now[2], now[3]):
+                for n in range(now[4], now[5]):
+                    for group in range(c.group):
+                        work(c, b, kv_head, group, after(blocks, 5 * n), now[6], room, L, M, N)
+        job = take(counter)
+
+
+@functools.cache
+def _kernels(wide: int, middle: int, narrow: int) -> tuple[Callable, Callable]:
+    @_kernel
+    def forward(call):
+        _walk(_forward_block, record(call), lanes(wide), lanes(middle), lanes(narrow))
+
+    @_kernel
+    def backward(call):
+        _walk(_backward_block, record(call), lanes(wide), lanes(middle), lanes(narrow))
+
+    return forward, backward
+
+
+class _Call:
+    """The arguments of an operator call as the kernels take them."""
+
+    def __init__(self, *inputs) -> None:
+        query, key, value, bias, ptr, seed, offset, before, after, scale, softcap, dropout_p = inputs
+        self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.batch, self.num_queries, self.heads, self.dim = query.shape
+        self.num_keys, self.kv_heads, self.value_dim = value.shape[1:]
+        band = self.num_queries, self.num_keys, offset, before, after
+        self.plan = (_kept_plan if ptr is None else _plan)(self.batch, self.kv_heads, ptr, *band)
+        self.kept: list = []  # what addresses point to
+        unbounded = 2**40
+        self.values: dict = {
+            "group": self.heads // self.kv_heads,
+            "dim": self.dim,
+            "value_dim": self.value_dim,
+            "heads": self.heads,
+            "num_queries": self.num_queries,
+            "num_keys": self.num_keys,
+            "offset": offset,
+            "before": unbounded if before is None else before,
+            "after": unbounded if after is None else after,
+            "seed": seed.item() if dropout_p > 0.0 else 0,
+            "drop_below": int(dropout_p * 2**53),
+            "scale": scale,
+            "softcap": softcap,
+            "kept": 1 / (1 - dropout_p) if dropout_p < 1 else 0,
+            "lowest": torch.finfo(self.wide).min,
+            "infinity": math.inf,
+            "one": 1,
+            "blocks": self.plan.blocks.ctypes.data,
+        }
+        self.rows(query=query, key=key, value=value)
+        if bias is not None:
+            # queries side by side, and as many numbers more as may be read beyond the last
+            bias = bias.to(self.wide).permute(2, 1, 0)
+            room = bias.new_empty(bias.numel() + BLOCK)
+            room[: bias.numel()].view(bias.shape).copy_(bias)
+            self.fill(bias=room)
+            steps = [step * (size > 1) for size, step in zip(bias.shape, _steps(bias.shape))]
+            self.values |= dict(zip(("bias_head_step", "bias_key_step", "bias_query_step"), steps))
+
+    def rows(self, **arguments: Tensor) -> None:
+        """Enter tensors ``[B, nodes, heads, dim]`` where they are, if the numbers of a row lie side by side."""
+        for name, x in arguments.items():
+            x = x.to(self.wide)
+            x = x if x.stride(3) == 1 else x.contiguous()
+            steps = zip(("batch", "node", "head"), x.stride())
+            self.values |= {f"{name}_{axis}": step for axis, step in steps}
+            self.fill(**{name: x})
+
+    def fill(self, **arguments: Tensor) -> None:
+        """Enter tensors by their address."""
+        for name, x in arguments.items():
+            self.kept.append(x)
+            self.values[name] = x.data_ptr()
+
+    def run(self, kernel: Callable, jobs: np.ndarray) -> None:
+        """Call the kernel on as many threads as PyTorch uses, this one among them; each takes job after job."""
+        if not len(jobs):
+            return
+        work = self.plan.pairs * self.batch * self.heads * (self.dim + self.value_dim)
+        threads = 1 if work < _SERIAL_WORK else min(torch.get_num_threads(), len(jobs))
+        most = -(-max(self.dim, self.value_dim) // 16) * 16
+        room = 4 * _KEYS * BLOCK + _KEYS * most + 6 * BLOCK * most + 4 * BLOCK
+        record = _record(np.float64 if self.wide == torch.float64 else np.float32)
+        reals = np.empty(threads * room, record["one"])
+        counters = np.zeros(2, np.int64)  # of the jobs and of the threads that have begun
+        jobs = np.ascontiguousarray(jobs, np.int64)
+        values = self.values | {
+            "jobs": jobs.ctypes.data,
+            "num_jobs": len(jobs),
+            "counters": counters.ctypes.data,
+            "reals": reals.ctypes.data,
+            "room": room,
+        }
+        call = np.array([tuple([values.get(name, 0) for name in record.names or ()])], record)
+        function = c_function_of(kernel, record)
+        if threads == 1:
+            function(call.ctypes.data)
+        else:
+            in_parallel(function, call.ctypes.data, threads)
+
+
+def _steps(shape: torch.Size) -> list[int]:
+    return [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+
+
+class _Plan(NamedTuple):
+    """Blocks, and jobs on them: (leading index from, to, key head from, to, block from, to, copy of the bias gradient).
+
+    The jobs of the forward pass may run in any order. Those of the backward pass are given for each parity, no two of
+    one parity sharing a key, by ranges of blocks: ``groups``, and every leading index and key head.
     """
 
-    def __init__(self, band: tuple[int, int | None, int | None], group: int) -> None:
-        self.band, self.group = band, group
-        self.known: dict[tuple[int, int, int], Tensor] | None = None if None in band else {}
-
-    def of(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        place = (block.query_end - block.query, block.key_end - block.key, block.key - block.query)
-        if self.known is not None and place in self.known:
-            return self.known[place]
-        mask = missing_edges(block, *self.band, dtype)
-        if mask is not None:
-            mask = mask.repeat(self.group, 1) if self.group > 1 else mask
-            if self.known is not None:
-                self.known[place] = mask
-        return mask
+    blocks: np.ndarray
+    pairs: int  # of queries and keys in all blocks
+    covered: bool  # every query is in a block
+    forward: np.ndarray
+    groups: list[np.ndarray]
+    backward: list[np.ndarray]
 
 
-def _scores(q, k, block, masks, bias, heads, scale, softcap) -> tuple[Tensor, Tensor | None]:
-    """The scores ``[B * kv_heads, rows, keys]`` of a block, and the slope of the soft cap at them."""
-    mask, slope = masks.of(block, q.dtype), None
-    if mask is not None and bias is None and not softcap:
-        return torch.baddbmm(mask, q, k.mT, alpha=scale), None
-    scores = torch.bmm(q, k.mT).mul_(scale)
-    if softcap:
-        scores.div_(softcap).tanh_()
-        slope = scores.square().neg_().add_(1.0)
-        scores.mul_(softcap)
-    if bias is not None:
-        by_head = scores.view(-1, heads.stop - heads.start, block.query_end - block.query, scores.size(2))
-        by_head.add_(of_block(bias, block, heads))
-    if mask is not None:
-        scores.masked_fill_(mask < 0.0, -math.inf)
-    return scores, slope
+def _plan(batch: int, kv_heads: int, ptr: Tensor | None, *band: Any) -> _Plan:
+    blocks, groups = blocks_of(ptr, *band)
+    cost = ((blocks[:, 1] - blocks[:, 0]) * (blocks[:, 3] - blocks[:, 2])).cumsum()
+    pairs = int(cost[-1]) if len(cost) else 0
+    parts = -(-_JOBS // max(1, batch * kv_heads))
+    cuts = np.searchsorted(cost, pairs * np.arange(1, parts) / parts) + 1
+    cuts = np.unique(np.concatenate([[0], np.minimum(cuts, len(blocks)), [len(blocks)]]))
+    spans = [groups[groups[:, 2] == parity, :2] for parity in (0, 1)]
+    return _Plan(
+        blocks,
+        pairs,
+        int((blocks[:, 1] - blocks[:, 0]).sum()) == band[0],
+        _jobs(batch, kv_heads, np.stack([cuts[:-1], cuts[1:]], 1)),
+        spans,
+        [_jobs(batch, kv_heads, span) for span in spans],
+    )
 
 
-def _softmax(scores: Tensor) -> Tensor:
-    p = torch.softmax(scores, -1)
-    if p[..., 0].isnan().any():  # a row of NaN: 0 where every score is -inf
-        p.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
-    return p
+_kept_plan = functools.lru_cache(64)(_plan)  # for a small graph it takes longer than the work
 
 
-def _parts(
-    span: tuple[int, int, int, int], offset: int, after: int | None
-) -> list[tuple[slice, slice, bool]]:
-    """Queries and keys as products that flash attention takes: all pairs, and causal from the top left corner."""
-    query, query_end, key, key_end = span
-    if after is None:
-        return [(slice(query, query_end), slice(key, key_end), False)]
-    corner = query + offset + after  # the last key that the first query sees
-    key_end = min(key_end, query_end + offset + after)
-    parts = [(key, min(corner, key_end), False), (max(corner, key), key_end, True)]
-    return [(slice(query, query_end), slice(low, high), causal) for low, high, causal in parts if low < high]
+def _jobs(batch: int, kv_heads: int, ranges: np.ndarray) -> np.ndarray:
+    """Every leading index and key head with every range of blocks."""
+    n, b, head = (x.ravel() for x in np.mgrid[: len(ranges), :batch, :kv_heads])
+    return np.stack([b, b + 1, head, head + 1, *ranges[n].T, np.zeros_like(b)], 1)
 
 
-def _cost(span: tuple[int, int, int, int]) -> int:
-    return (span[1] - span[0]) * (span[3] - span[2])
+def forward(query, key, value, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Call(query, key, value, *rest)
+    rows = call.batch, call.num_queries, call.heads
+    out, lse, lse_low = (torch.empty(*rows, *size, dtype=call.wide) for size in ((call.value_dim,), (), ()))
+    if not call.plan.covered:
+        lse.fill_(-math.inf)
+        for x in (out, lse_low):
+            x.zero_()
+    call.fill(out=out, lse=lse, lse_low=lse_low)
+    call.run(_kernels(*_LANES[call.wide])[0], call.plan.forward)
+    return out, lse, lse_low
 
 
-def _size(blocks: Sequence[Block]) -> int:
-    return sum(_cost(block[:4]) for block in blocks)
-
-
-def _by_head(calls: list[tuple[int, list]], batch: int, kv_heads: int) -> list[tuple]:
-    """Jobs, the longest first: all heads together where there are many calls, or little to do in one."""
-    calls = sorted(calls, key=lambda call: call[0], reverse=True)
-    return [
-        (b, *heads, parts)
-        for cost, parts in calls
-        for b in range(batch)
-        for heads in _ranges(kv_heads, kv_heads if batch * len(calls) >= _JOBS or cost < _SCORES // 16 else 1)
-    ]
-
-
-def _enough(blocks: Sequence[Block], heads: int) -> int:
-    """How many jobs keep the threads busy."""
-    return max(1, min(_JOBS, _size(blocks) * heads // _SCORES_OF_JOB))
-
-
-def _together(block: Block, group: int, kv_heads: int, busy: bool) -> int:
-    """How many key heads of a block to work on together, if the threads are busy without a cut by heads or not."""
-    most = max(1, _SCORES // max(1, _cost(block[:4]) * group))
-    return most if busy else min(most, -(-kv_heads // 4))
-
-
-def _leading(block: Block, heads: int) -> int:
-    """How many leading indices of a block to work on together: one would keep a thread busy with calls."""
-    return max(1, _SCORES // max(1, _cost(block[:4]) * heads))
-
-
-def _ranges(heads: int, most: int) -> Iterable[tuple[int, int]]:
-    """Cut the heads, or leading indices, into ranges of about one size, at most so many each."""
-    parts = -(-heads // max(1, most))
-    cuts = [heads * n // parts for n in range(parts + 1)] if parts else []
-    return itertools.pairwise(cuts)
-
-
-def _run(job: Callable[..., None], items: Iterable[tuple]) -> None:
-    """Do the jobs on as many threads as PyTorch uses, each serially; threads take job after job."""
-    items = list(items)
-    threads, inference = min(torch.get_num_threads(), len(items)), torch.is_inference_mode_enabled()
-    left = iter(items)
-
-    def work() -> None:
-        with torch.inference_mode(inference), torch.no_grad():
-            for item in left:
-                job(*item)
-
-    if torch.get_num_threads() == 1:
-        work()
-    elif items:
-        serially_in_parallel(work, threads)
+def backward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out, grad_lse, out, lse, lse_low, query, key, value, bias, *rest, with_bias = arguments
+    call = _Call(query, key, value, bias, *rest)
+    plan = call.plan
+    grads = [torch.zeros(x.shape, dtype=call.wide) for x in (query, key, value)]
+    call.rows(grad_out=grad_out if grad_out.shape == out.shape else torch.zeros_like(out))
+    call.fill(out=out.contiguous(), lse=lse.contiguous(), lse_low=lse_low.contiguous())
+    call.fill(grad_query=grads[0], grad_key=grads[1], grad_value=grads[2])
+    if grad_lse.shape == lse.shape:
+        call.fill(grad_lse=grad_lse.to(call.wide).contiguous())
+    grad_bias, jobs = query.new_empty(0), plan.backward
+    if with_bias:
+        # One job adds all that goes into a number: those of a head, or of some heads that share numbers, into a copy
+        # that is summed with the others after. There are few copies, as each is of the size of the bias.
+        shared = bias.size(2) == 1
+        parts = min(call.kv_heads, 4) if shared else call.kv_heads
+        many = bias.size(0) == 1 or bias.size(1) == 1  # queries or keys that share a number
+        copies, dtype = parts if shared else 1, torch.float64 if many else call.wide
+        grad_bias = torch.zeros(copies, *bias.shape[::-1], dtype=dtype)
+        call.fill(grad_bias=grad_bias)
+        call.values["grad_bias_job_step"] = bias.numel()
+        cuts = [call.kv_heads * n // max(1, parts) for n in range(parts + 1)]
+        ranges = [(*cuts[n : n + 2], n % copies) for n in range(parts)]
+        jobs = [
+            np.array(
+                [(0, call.batch, first, end, *span, copy) for first, end, copy in ranges for span in spans]
+            )
+            for spans in plan.groups
+        ]
+    for of_parity in jobs:
+        call.run(_kernels(*_LANES[call.wide])[1], of_parity)
+    grads = [grad.to(x.dtype) for grad, x in zip(grads, (query, key, value))]
+    if with_bias:
+        grad_bias = grad_bias.sum(0).permute(2, 1, 0).to(bias.dtype).contiguous()
+    return grads[0], grads[1], grads[2], grad_bias

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from graphattn.kernels import reference
 
@@ -59,8 +60,12 @@ def define(
     _library.impl(f"{name}_backward", backward, "CPU")
     _library.impl(name, forward_cuda, "CUDA")
     _library.impl(f"{name}_backward", backward_cuda, "CUDA")
-    _library.impl(name, functools.partial(_Attention.apply, operator), "Autograd")
-    _library.impl(f"{name}_backward", functools.partial(_AttentionBackward.apply, operator), "Autograd")
+    for key, function, op in (
+        (name, _Attention, operator.forward),
+        (f"{name}_backward", _AttentionBackward, operator.backward),
+    ):
+        apply = functools.partial(function.apply, operator)
+        _library.impl(key, functools.partial(record, apply, op), "Autograd")
     fake, vmap = functools.partial(_forward_fake, operator), functools.partial(map_features, operator.forward)
     torch.library.register_fake(f"graphattn::{name}", fake, lib=_library)
     torch.library.register_fake(f"graphattn::{name}_backward", _backward_fake, lib=_library)
@@ -96,11 +101,20 @@ def _backward_fake(*arguments):
     )
 
 
-def map_features(forward: Callable, info, in_dims, *inputs):
-    """The vmap rule: a mapped dimension of features is one more leading dimension, graph and options are shared.
+def record(apply: Callable, operator: Callable, *inputs) -> Any:
+    """Apply an autograd function where somebody may ask for derivatives, else the operator that it is made of.
 
-    The operator's last input says whether there is a last output, the weights.
+    A record that nobody reads takes as long as a graph of some hundred edges.
     """
+    recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    if recorded or forward_ad._current_level >= 0:  # forward mode, which the function refuses
+        return apply(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*inputs)
+
+
+def map_features(forward: Callable, info, in_dims, *inputs):
+    """The vmap rule: a mapped dimension of features is one more leading dimension, graph and options are shared."""
     if any(d is not None and not isinstance(d, list) for d in in_dims[3:]):
         raise NotImplementedError(
             "graph_attention's kernels map over query, key and value alone under vmap; the graph,"
@@ -111,9 +125,9 @@ def map_features(forward: Callable, info, in_dims, *inputs):
         moved = inputs[i].unsqueeze(0) if in_dims[i] is None else inputs[i].movedim(in_dims[i], 0)
         inputs[i] = moved.expand(info.batch_size, *moved.shape[1:]).flatten(0, 1)
     outputs = forward(*inputs)
-    mapped = [x.unflatten(0, (info.batch_size, -1)) for x in (outputs if inputs[-1] else outputs[:-1])]
-    rest = outputs[len(mapped) :]
-    return (*mapped, *rest), (*(0 for _ in mapped), *(None for _ in rest))
+    absent = [x.dim() == 1 for x in outputs]  # weights that were not asked for
+    mapped = (x if no else x.unflatten(0, (info.batch_size, -1)) for x, no in zip(outputs, absent))
+    return tuple(mapped), tuple(None if no else 0 for no in absent)
 
 
 def _spread(grads: Sequence[Tensor], inputs: Sequence) -> list[Tensor | None]:

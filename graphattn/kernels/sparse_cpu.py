@@ -24,16 +24,16 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import from_dtype, njit, types
+from numba import njit
 from torch import Tensor
 
 from graphattn.compiled import compiled
 from graphattn.kernels import vector
-from graphattn.kernels.threads import c_function, in_parallel
+from graphattn.kernels.threads import c_function_of, in_parallel
 from graphattn.kernels.vector import (
     after,
     exp,
@@ -853,13 +853,6 @@ def _edge_kernel(call):
         job = take(counter)
 
 
-@functools.cache
-def _function_of(kernel: Any, call: np.dtype) -> Any:
-    """The kernel as a C function of the address of a record, compiled for records of this type."""
-    compiled = kernel.get_compile_result(types.none(types.CPointer(from_dtype(call))))
-    return c_function(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name))
-
-
 def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     """Call the kernel on as many threads as PyTorch uses, this one among them; each takes job after job."""
     threads = max(1, min(torch.get_num_threads(), len(jobs)))
@@ -874,7 +867,7 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     for name, x in {"jobs": jobs, "counters": counters, "reals": reals, "integers": integers}.items():
         call[name] = x.ctypes.data
     call["num_jobs"], call["reals_size"], call["integers_size"] = len(jobs), size, integers.shape[1]
-    function = _function_of(kernel, call.dtype)
+    function = c_function_of(kernel, call.dtype)
     if threads == 1:
         function(call.ctypes.data)
     else:

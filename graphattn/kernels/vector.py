@@ -256,29 +256,57 @@ def _integers(kind) -> ir.VectorType:
     return ir.VectorType(ir.IntType(32 if kind.element == ir.FloatType() else 64), kind.count)
 
 
+def _exp(builder, x, dtype):
+    """2^k, r and (e^r - 1) / r for e^x = 2^k e^r, k = round(x / ln 2): |r| <= ln 2 / 2, for a short Taylor series.
+
+    Adding 1.5 · 2^23 (float32) leaves k in the low bits of the sum, from where it moves to the exponent.
+    """
+    magic, ln2_high, ln2_low, terms, _, _, mantissa, exponent_bias = _FLOAT[dtype]
+    kind, integers = x.type, _integers(x.type)
+    constant, fused = functools.partial(_constant, kind), functools.partial(_fused, builder)
+    shifted = fused(x, constant(1 / math.log(2)), constant(magic))
+    k = builder.fsub(shifted, constant(magic))
+    r = fused(k, constant(-ln2_high), x)
+    r = fused(k, constant(-ln2_low), r)
+    series = constant(1 / math.factorial(terms))
+    for n in range(terms - 1, 0, -1):
+        series = fused(series, r, constant(1 / math.factorial(n)))
+    exponent = builder.add(builder.bitcast(shifted, integers), _constant(integers, exponent_bias))
+    return builder.bitcast(builder.shl(exponent, _constant(integers, mantissa)), kind), r, series
+
+
 @intrinsic
 def exp(typingctx, x):
-    """e^x for x up to 80, to one unit in the last place; 0 below the normal numbers, NaN for NaN.
-
-    e^x = 2^k e^r with k = round(x / ln 2), so |r| <= ln 2 / 2, where a short Taylor series is exact. Adding
-    1.5 · 2^23 (float32) leaves k in the low bits of the sum, from where it moves to the exponent.
-    """
-    magic, ln2_high, ln2_low, terms, _, lowest, mantissa, exponent_bias = _FLOAT[x.dtype]
+    """e^x for x up to 80, to one unit in the last place; 0 below the normal numbers, NaN for NaN."""
+    lowest = _FLOAT[x.dtype][5]
 
     def codegen(context, builder, sig, args):
-        kind, integers = args[0].type, _integers(args[0].type)
-        constant, fused = functools.partial(_constant, kind), functools.partial(_fused, builder)
-        shifted = fused(args[0], constant(1 / math.log(2)), constant(magic))
-        k = builder.fsub(shifted, constant(magic))
-        r = fused(k, constant(-ln2_high), args[0])
-        r = fused(k, constant(-ln2_low), r)
-        series = constant(1 / math.factorial(terms))
-        for n in range(terms - 1, -1, -1):
-            series = fused(series, r, constant(1 / math.factorial(n)))
-        exponent = builder.add(builder.bitcast(shifted, integers), _constant(integers, exponent_bias))
-        power = builder.bitcast(builder.shl(exponent, _constant(integers, mantissa)), kind)
-        tiny = builder.fcmp_ordered("<", args[0], constant(lowest))
-        return builder.select(tiny, constant(0.0), builder.fmul(series, power))
+        kind = args[0].type
+        power, r, series = _exp(builder, args[0], x.dtype)
+        tiny = builder.fcmp_ordered("<", args[0], _constant(kind, lowest))
+        result = builder.fmul(_fused(builder, series, r, _constant(kind, 1.0)), power)
+        return builder.select(tiny, _constant(kind, 0.0), result)
+
+    return x(x), codegen
+
+
+@intrinsic
+def tanh(typingctx, x):
+    """Hyperbolic tangent, to four units in the last place: e / (e + 2) with e = exp(2x) - 1."""
+    largest = 10.0 if x.dtype == types.float32 else 20.0
+
+    def codegen(context, builder, sig, args):
+        kind = args[0].type
+        constant = functools.partial(_constant, kind)
+        bounded = builder.select(
+            builder.fcmp_ordered(">", args[0], constant(largest)), constant(largest), args[0]
+        )
+        bounded = builder.select(
+            builder.fcmp_ordered("<", bounded, constant(-largest)), constant(-largest), bounded
+        )
+        power, r, series = _exp(builder, builder.fadd(bounded, bounded), x.dtype)
+        e = _fused(builder, builder.fmul(series, r), power, builder.fsub(power, constant(1.0)))
+        return builder.fdiv(e, builder.fadd(e, constant(2.0)))
 
     return x(x), codegen
 
