@@ -118,8 +118,10 @@ def measure(pair: Pair, options: argparse.Namespace) -> list[dict]:
 
 
 def _encoders() -> tuple[Module, TransformerEncoderLayer]:
-    peer = TransformerEncoderLayer(256, 8, dim_feedforward=1024, dropout=0.0, batch_first=True)
-    layer = graphattn.nn.GraphTransformerLayer(256, 8, dim_feedforward=1024, dropout=0.0)
+    # A ReLU has no slope at 0: of millions of inputs one is so near that rounding decides, and gradients disagree.
+    options = {"dim_feedforward": 1024, "dropout": 0.0, "activation": "gelu"}
+    peer = TransformerEncoderLayer(256, 8, batch_first=True, **options)
+    layer = graphattn.nn.GraphTransformerLayer(256, 8, **options)
     layer.load_state_dict(peer.state_dict())
     return layer, peer
 
