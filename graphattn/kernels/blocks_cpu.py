@@ -12,8 +12,8 @@ the digits that it has no room for:
 
     P = exp(S - lse),    dS = P (z dP - δ),    δ = dO·O - dlse
 
-with dropout factors z. A job is some blocks of a leading index and a key head. No two jobs that run at a time write one
-place, and none depends on the number of threads.
+with dropout factors z. A job is some blocks of some leading indices and key heads. No two jobs that run at a time write
+one place, and none depends on the number of threads.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -53,7 +53,7 @@ from graphattn.kernels.vector import (
 
 _KEYS = 256  # scores worked on together are those of so many keys
 _SERIAL_WORK = 500_000  # multiply-adds below which more threads cost more than they save
-_JOBS = 64  # jobs that keep the threads busy
+_JOBS, _MOST_JOBS = 64, 4096  # jobs that keep the threads busy, and so many that more take only room
 
 # A product adds up 6 rows of so many lanes at a time: as many registers as the machine has.
 _AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
@@ -178,10 +178,10 @@ def _transposed(to, rows, row, count, columns, dim, factor):
 def _modify(scores, slopes, c, head, query, columns, key, keys, N):
     """Cap and bias the scores of some keys; slopes are those of the cap."""
     if c.softcap > 0:
-        cap, inverse, one = splat(c.softcap, N), splat(c.one / c.softcap, N), splat(c.one, N)
+        cap, one = splat(c.softcap, N), splat(c.one, N)
         for k in range(keys):
             for j in range(k * BLOCK, k * BLOCK + columns, width(N)):
-                bent = tanh(load(scores, j, N) * inverse)
+                bent = tanh(load(scores, j, N) / cap)
                 store(slopes, j, one - bent * bent)
                 store(scores, j, bent * cap)
     if c.bias != 0:
@@ -197,8 +197,8 @@ def _modify(scores, slopes, c, head, query, columns, key, keys, N):
 
 
 @_inlined
-def _edges(c, query, queries, key):
-    """The first and the end of the queries, counted from ``query``, that a key has an edge to."""
+def _queries_of(c, query, queries, key):
+    """The first and the end of the queries that a key has an edge to, counted from ``query``."""
     place = key - query - c.offset  # of the query in whose place the key is
     return max(0, place - c.after), min(queries, place + c.before + 1)
 
@@ -207,7 +207,7 @@ def _edges(c, query, queries, key):
 def _mask(scores, missing, c, query, queries, key, keys):
     """Put a number where there is no edge."""
     for k in range(keys):
-        first, end = _edges(c, query, queries, key + k)
+        first, end = _queries_of(c, query, queries, key + k)
         to = after(scores, k * BLOCK)
         for i in range(min(first, queries)):
             to[i] = missing
@@ -231,7 +231,7 @@ def _are_finite(rows, row, count, dim, N):
 def _along_edges(to, to_query, to_key, a, rows, of_query, of_key, c, query, queries, key, keys, dim):
     """Add ``a[key, query]`` times a row to a row for every edge, where a product would take 0 times NaN for no edge."""
     for k in range(keys):
-        first, end = _edges(c, query, queries, key + k)
+        first, end = _queries_of(c, query, queries, key + k)
         for i in range(first, end):
             weight, x = a[k * BLOCK + i], after(rows, k * of_key + i * of_query)
             y = after(to, k * to_key + i * to_query)
@@ -336,10 +336,11 @@ def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
             inverse = c.one / norm[i]
             for j in range(c.value_dim):
                 to[j] = x[j] * inverse
-            total = peak[i] + factor[i]
-            lse[at] = total
-            rest = total - peak[i]
-            lse_low[at] = factor[i] - rest
+            high, low = peak[i], factor[i]
+            if abs(high) < abs(low):
+                high, low = low, high
+            lse[at] = high + low
+            lse_low[at] = low - (lse[at] - high)  # exact, as the first is the larger
 
 
 @_function
@@ -457,6 +458,8 @@ def _backward_block(c, b, kv_head, group, block, copy, room, L, M, N):
             for n in range(keys):
                 for at in range(n * BLOCK, n * BLOCK + columns, narrow):
                     store(grads, at, load(grads, at, N) * load(slopes, at, N))
+            if full == 0:  # the slope may be NaN
+                _mask(grads, c.one - c.one, c, query, count, start, keys)
         at = (b * c.num_keys + start) * (c.heads // c.group) + kv_head
         to = after(pointer(c.grad_value, c.one), at * c.value_dim)
         row = c.heads // c.group * c.value_dim
@@ -579,7 +582,7 @@ class _Call:
         work = self.plan.pairs * self.batch * self.heads * (self.dim + self.value_dim)
         threads = 1 if work < _SERIAL_WORK else min(torch.get_num_threads(), len(jobs))
         most = -(-max(self.dim, self.value_dim) // 16) * 16
-        room = 4 * _KEYS * BLOCK + _KEYS * most + 6 * BLOCK * most + 4 * BLOCK
+        room = 4 * _KEYS * BLOCK + _KEYS * most + 5 * BLOCK * most + 3 * BLOCK  # what the backward pass takes
         record = _record(np.float64 if self.wide == torch.float64 else np.float32)
         reals = np.empty(threads * room, record["one"])
         counters = np.zeros(2, np.int64)  # of the jobs and of the threads that have begun
@@ -636,13 +639,14 @@ def _plan(batch: int, kv_heads: int, ptr: Tensor | None, *band: Any) -> _Plan:
     )
 
 
-_kept_plan = functools.lru_cache(64)(_plan)  # for a small graph it takes longer than the work
+_kept_plan = functools.lru_cache(16)(_plan)  # for a small graph it takes longer than the work
 
 
 def _jobs(batch: int, kv_heads: int, ranges: np.ndarray) -> np.ndarray:
-    """Every leading index and key head with every range of blocks."""
-    n, b, head = (x.ravel() for x in np.mgrid[: len(ranges), :batch, :kv_heads])
-    return np.stack([b, b + 1, head, head + 1, *ranges[n].T, np.zeros_like(b)], 1)
+    """Every key head of some leading indices with every range of blocks."""
+    together = -(-batch * kv_heads * len(ranges) // _MOST_JOBS) or 1
+    n, b, head = (x.ravel() for x in np.mgrid[: len(ranges), :batch:together, :kv_heads])
+    return np.stack([b, np.minimum(b + together, batch), head, head + 1, *ranges[n].T, np.zeros_like(b)], 1)
 
 
 def forward(query, key, value, *rest) -> tuple[Tensor, Tensor, Tensor]:
