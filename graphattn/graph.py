@@ -872,17 +872,17 @@ def axis_intervals(graph: Graph) -> tuple[AxisIntervals, ...]:
         >>> axis.first.tolist(), axis.count.tolist(), axis.slot.tolist()
         ([0, 0, 1, 2], [1, 2, 2, 2], [1, 0, 0, 0])
     """
-    match graph:
-        case GridGraph(shape=shape, radius=box, dilation=step):
-            if graph.border == "shift":
-                return tuple(_shifted(n, *radius, step, graph.device) for n, radius in zip(shape, box))
-            return tuple(_clipped(n, n, 0, *radius, step, graph.device) for n, radius in zip(shape, box))
-        case CompleteGraph():
-            radius, step = _causal_radius(graph.causal), 1
-        case WindowGraph():
-            radius, step = graph.radius, graph.dilation
-        case _:
-            raise TypeError(f"axis_intervals takes a structured graph, got {type(graph).__name__}.")
+    if isinstance(graph, GridGraph):  # Dynamo of PyTorch 2.8 does not trace `match`
+        box, step = zip(graph.shape, graph.radius), graph.dilation
+        if graph.border == "shift":
+            return tuple(_shifted(n, *radius, step, graph.device) for n, radius in box)
+        return tuple(_clipped(n, n, 0, *radius, step, graph.device) for n, radius in box)
+    if not isinstance(graph, (CompleteGraph, WindowGraph)):
+        raise TypeError(f"axis_intervals takes a structured graph, got {type(graph).__name__}.")
+    if isinstance(graph, CompleteGraph):
+        radius, step = _causal_radius(graph.causal), 1
+    else:
+        radius, step = graph.radius, graph.dilation
     axis = _clipped(graph.num_queries, graph.num_keys, graph.offset, *radius, step, graph.device, graph.ptr)
     if len(graph.edge_shape) == 1:
         counts = _in_node_order(graph, axis.count)

@@ -72,7 +72,7 @@ _ADDRESSES = (
     "grad_value", "grad_bias", "blocks", "jobs", "counters", "reals",
 )  # fmt: skip
 _RANDOM = ("seed", "drop_below")
-_FACTORS = ("scale", "softcap", "kept", "lowest", "infinity", "one")
+_FACTORS = ("scale", "rest", "softcap", "kept", "lowest", "infinity", "one")
 
 
 @functools.cache
@@ -175,8 +175,17 @@ def _transposed(to, rows, row, count, columns, dim, factor):
 
 
 @_function
+def _multiply(scores, factor, columns, keys, N):
+    for k in range(keys):
+        for at in range(k * BLOCK, k * BLOCK + columns, width(N)):
+            store(scores, at, load(scores, at, N) * splat(factor, N))
+
+
+@_function
 def _modify(scores, slopes, c, head, query, columns, key, keys, N):
-    """Cap and bias the scores of some keys; slopes are those of the cap."""
+    """Scale, cap and bias the scores of some keys; slopes are those of the cap."""
+    if c.rest != c.one:
+        _multiply(scores, c.rest, columns, keys, N)
     if c.softcap > 0:
         cap, one = splat(c.softcap, N), splat(c.one, N)
         for k in range(keys):
@@ -460,6 +469,8 @@ def _backward_block(c, b, kv_head, group, block, copy, room, L, M, N):
                     store(grads, at, load(grads, at, N) * load(slopes, at, N))
             if full == 0:  # the slope may be NaN
                 _mask(grads, c.one - c.one, c, query, count, start, keys)
+        if c.rest != c.one:
+            _multiply(grads, c.rest, columns, keys, N)
         at = (b * c.num_keys + start) * (c.heads // c.group) + kv_head
         to = after(pointer(c.grad_value, c.one), at * c.value_dim)
         row = c.heads // c.group * c.value_dim
@@ -542,7 +553,9 @@ class _Call:
             "after": unbounded if after is None else after,
             "seed": seed.item() if dropout_p > 0.0 else 0,
             "drop_below": int(dropout_p * 2**53),
-            "scale": scale,
+            # Queries take a factor of at most 1, with which they stay finite, and scores the rest.
+            "scale": scale if abs(scale) <= 1 else math.copysign(1, scale),
+            "rest": max(1, abs(scale)),
             "softcap": softcap,
             "kept": 1 / (1 - dropout_p) if dropout_p < 1 else 0,
             "lowest": torch.finfo(self.wide).min,
