@@ -888,7 +888,9 @@ def axis_intervals(graph: Graph) -> tuple[AxisIntervals, ...]:
         counts = _in_node_order(graph, axis.count)
         starts = counts.cumsum(0) - counts
         starts = starts if graph.order is None else starts[graph.order]
-        axis = AxisIntervals(axis.first, axis.count, starts, axis.first_query, axis.query_count, axis.step, 1, 0)
+        axis = AxisIntervals(
+            axis.first, axis.count, starts, axis.first_query, axis.query_count, axis.step, 1, 0
+        )
     return (axis,)
 
 
