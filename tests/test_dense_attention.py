@@ -425,6 +425,52 @@ def test_only_those_who_attend_to_a_node_see_that_it_is_not_finite(graph, dims):
                 assert actual[0][edges[:, node]].isnan().all()
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_no_edge_scores_flows_nowhere(softcap):
+    """0 times infinity, the score of a pair without an edge, is NaN, and so is the slope of its cap."""
+    graph = CompleteGraph(20, causal=True)
+    query, key, value = (torch.randn(20, 1, 4) for _ in range(3))
+    query[:, 0, 0] = -1
+    query[0], key[19, 0, 0] = 0, math.inf
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    found = []
+    for same in (graph, graph.to_sparse()):
+        out = graph_attention(*leaves, same, softcap=softcap)
+        grad_query, *grads = torch.autograd.grad(out.square().sum(), leaves)
+        found.append((out, grad_query[:19], *grads))  # query 19 meets an infinite key
+    for actual, expected in zip(*found):
+        assert expected.isfinite().all()
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("scale", [1e37, -3.0])
+def test_large_scales(scale):
+    """Scores are finite where a query times the scale is not; and gradients, with as large a factor."""
+    query, value = torch.full((1, 1, 1), 100.0), torch.randn(2, 1, 3)
+    key = torch.tensor([1.0, 2.0]).view(2, 1, 1) / abs(scale) / 1000
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out, lse = graph_attention(*leaves, CompleteGraph(1, num_keys=2), scale=scale, return_lse=True)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    scores = exact[0].view(1, 1) * exact[1].view(1, 2) * scale
+    expected = scores.softmax(-1) @ exact[2].squeeze(1)
+    torch.testing.assert_close(out.view(1, 3).double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double().flatten(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    grads, exact_grads = torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(expected.sum(), exact)
+    for grad, exact_grad in zip(grads, exact_grads):
+        torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-5, atol=0)
+
+
+def test_a_large_batch_leaves_nothing_behind():
+    """Plans are kept, so they must not grow with the number of graphs in a batch."""
+    from graphattn.kernels import blocks_cpu
+
+    graph_attention(*torch.randn(3, 50_000, 9, 1, 1), CompleteGraph(9))
+    hits = blocks_cpu._kept_plan.cache_info().hits
+    plan = blocks_cpu._kept_plan(50_000, 1, None, 9, 9, 0, None, None)
+    assert blocks_cpu._kept_plan.cache_info().hits == hits + 1
+    assert plan.forward.nbytes + plan.backward[0].nbytes < 1e6
+
+
 @pytest.mark.parametrize(
     "graph", [CompleteGraph(150), WindowGraph(150, 40), GRAPHS["large cliques"]], ids=str
 )
