@@ -23,10 +23,8 @@ def four_threads(request, monkeypatch):
 
 
 def test_a_c_function_runs_on_each_thread(four_threads):
-    given, everyone = (
-        [],
-        threading.Barrier(3, timeout=60),
-    )  # which one thread after the other would never pass
+    given = []
+    everyone = threading.Barrier(3, timeout=60)  # which one thread after the other would never pass
 
     def call(address: int | None) -> None:
         everyone.wait()

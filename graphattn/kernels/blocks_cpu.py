@@ -101,12 +101,9 @@ def _put(to, at, sum, add, L):
 def _tile(c, c_row, a, a_row, a_step, b, b_row, rows, depth, add, L):
     """Up to 6 rows of a product; those that are not there repeat the last."""
     last = rows - 1
-    a1, a2, a3 = (
-        after(a, min(1, last) * a_row),
-        after(a, min(2, last) * a_row),
-        after(a, min(3, last) * a_row),
-    )
-    a4, a5 = after(a, min(4, last) * a_row), after(a, min(5, last) * a_row)
+    a1, a2 = after(a, min(1, last) * a_row), after(a, min(2, last) * a_row)
+    a3, a4 = after(a, min(3, last) * a_row), after(a, min(4, last) * a_row)
+    a5 = after(a, min(5, last) * a_row)
     s0, s1, s2, s3, s4, s5 = zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L)
     for k in range(depth):
         x, i = load(b, k * b_row, L), k * a_step
@@ -249,6 +246,20 @@ def _along_edges(to, to_query, to_key, a, rows, of_query, of_key, c, query, quer
 
 
 @_function
+def _over_keys(sums, padded, a, rows, row, dim, room, add, full, c, query, queries, key, keys, L, M, N):
+    """``sums[query] (+)= Σ_key a[key, query] rows[key]``."""
+    if full == 0 and not _are_finite(rows, row, keys, dim, N):
+        if not add:
+            _clear(sums, BLOCK * padded)
+        _along_edges(sums, padded, 0, a, rows, 0, row, c, query, queries, key, keys, dim)
+        return
+    if padded != dim:
+        _copy(room, padded, rows, row, keys, dim, c.one)
+        rows, row = room, padded
+    _product(sums, padded, a, 1, BLOCK, rows, row, queries, padded, keys, add, L, M, N)
+
+
+@_function
 def _drop(weights, c, b, head, query, columns, key, keys):
     """Multiply weights by their dropout factors: SplitMix64, as `reference.dropout_factors`."""
     for k in range(keys):
@@ -319,16 +330,10 @@ def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
                 if factor[i] != c.one:
                     for j in range(padded):
                         x[j] *= factor[i]
-        row = c.value_node
-        if full == 0 and not _are_finite(v, row, keys, c.value_dim, N):
-            if start == key:
-                _clear(sums, BLOCK * padded)
-            _along_edges(sums, padded, 0, scores, v, 0, row, c, query, count, start, keys, c.value_dim)
-            continue
-        if padded != c.value_dim:
-            _copy(values, padded, v, row, keys, c.value_dim, c.one)
-            v, row = values, padded
-        _product(sums, padded, scores, 1, BLOCK, v, row, count, padded, keys, start > key, L, M, N)
+        _over_keys(
+            sums, padded, scores, v, c.value_node, c.value_dim, values, start > key, full, c, query, count, start, keys,
+            L, M, N,
+        )  # fmt: skip
 
     out = pointer(c.out, c.one)
     lse, lse_low = pointer(c.lse, c.one), pointer(c.lse_low, c.one)
@@ -353,12 +358,15 @@ def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
 
 
 @_function
-def _add(to, row, a, rows, padded, keys, dim, count, room, L, M, N):
-    """Add the product of ``a[key, query]`` and rows of queries to the rows of keys."""
-    if padded == dim:
-        _product(to, row, a, BLOCK, 1, rows, padded, keys, dim, count, True, L, M, N)
+def _over_queries(to, row, a, rows, padded, dim, room, careful, c, query, queries, key, keys, L, M, N):
+    """``to[key] += Σ_query a[key, query] rows[query]``."""
+    if careful:
+        _along_edges(to, 0, row, a, rows, padded, 0, c, query, queries, key, keys, dim)
         return
-    _product(room, padded, a, BLOCK, 1, rows, padded, keys, padded, count, False, L, M, N)
+    if padded == dim:
+        _product(to, row, a, BLOCK, 1, rows, padded, keys, dim, queries, True, L, M, N)
+        return
+    _product(room, padded, a, BLOCK, 1, rows, padded, keys, padded, queries, False, L, M, N)
     for k in range(keys):
         for j in range(dim):
             to[k * row + j] += room[k * padded + j]
@@ -474,25 +482,45 @@ def _backward_block(c, b, kv_head, group, block, copy, room, L, M, N):
         at = (b * c.num_keys + start) * (c.heads // c.group) + kv_head
         to = after(pointer(c.grad_value, c.one), at * c.value_dim)
         row = c.heads // c.group * c.value_dim
-        if careful:
-            _along_edges(to, 0, row, weights, flow, value_dim, 0, c, query, count, start, keys, c.value_dim)
-        else:
-            _add(to, row, weights, flow, value_dim, keys, c.value_dim, count, far, L, M, N)
+        _over_queries(
+            to,
+            row,
+            weights,
+            flow,
+            value_dim,
+            c.value_dim,
+            far,
+            careful,
+            c,
+            query,
+            count,
+            start,
+            keys,
+            L,
+            M,
+            N,
+        )
         to, row = after(pointer(c.grad_key, c.one), at * c.dim), c.heads // c.group * c.dim
-        if careful:
-            _along_edges(to, 0, row, grads, own, dim, 0, c, query, count, start, keys, c.dim)
-        else:
-            _add(to, row, grads, own, dim, keys, c.dim, count, far, L, M, N)
-        row = c.key_node
-        if full == 0 and not _are_finite(k, row, keys, c.dim, N):
-            if start == key:
-                _clear(sums, BLOCK * dim)
-            _along_edges(sums, dim, 0, grads, k, 0, row, c, query, count, start, keys, c.dim)
-            continue
-        if dim != c.dim:
-            _copy(far, dim, k, row, keys, c.dim, c.one)
-            k, row = far, dim
-        _product(sums, dim, grads, 1, BLOCK, k, row, count, dim, keys, start > key, L, M, N)
+        _over_queries(to, row, grads, own, dim, c.dim, far, careful, c, query, count, start, keys, L, M, N)
+        _over_keys(
+            sums,
+            dim,
+            grads,
+            k,
+            c.key_node,
+            c.dim,
+            far,
+            start > key,
+            full,
+            c,
+            query,
+            count,
+            start,
+            keys,
+            L,
+            M,
+            N,
+        )
     grad_query = pointer(c.grad_query, c.one)
     for i in range(count):
         to = after(grad_query, ((b * c.num_queries + query + i) * c.heads + head) * c.dim)
