@@ -30,7 +30,7 @@ from numba import njit
 from torch import Tensor
 
 from graphattn.compiled import compiled
-from graphattn.kernels import vector
+from graphattn.kernels import blocks, vector
 from graphattn.kernels.blocks import BLOCK, blocks_of
 from graphattn.kernels.threads import c_function_of, in_parallel
 from graphattn.kernels.vector import (
@@ -89,7 +89,9 @@ def _record(number: type) -> np.dtype:
 _function = njit(error_model="numpy")
 _inlined = njit(error_model="numpy", forceinline=True)
 _part = njit(error_model="numpy", inline="always")  # of a kernel: compiled with it, not before it
-_kernel = functools.partial(compiled, error_model="numpy", sources=[str(vector.__file__)])
+_kernel = functools.partial(
+    compiled, error_model="numpy", sources=[str(vector.__file__), str(blocks.__file__)]
+)
 
 
 @_inlined
@@ -179,7 +181,7 @@ def _multiply(scores, factor, columns, keys, N):
 
 
 @_function
-def _modify(scores, slopes, c, head, query, columns, key, keys, N):
+def _modify(scores, slopes, c, head, query, queries, columns, key, keys, N):
     """Scale, cap and bias the scores of some keys; slopes are those of the cap."""
     if c.rest != c.one:
         _multiply(scores, c.rest, columns, keys, N)
@@ -193,13 +195,17 @@ def _modify(scores, slopes, c, head, query, columns, key, keys, N):
     if c.bias != 0:
         first = head * c.bias_head_step + key * c.bias_key_step + query * c.bias_query_step
         bias = after(pointer(c.bias, c.one), first)
-        for k in range(keys):
-            for j in range(0, columns, width(N)):
-                at = k * BLOCK + j
-                if c.bias_query_step == 0:
-                    store(scores, at, load(scores, at, N) + splat(bias[k * c.bias_key_step], N))
-                else:
-                    store(scores, at, load(scores, at, N) + load(bias, k * c.bias_key_step + j, N))
+        if c.bias_query_step == 0:
+            for k in range(keys):
+                more = splat(bias[k * c.bias_key_step], N)
+                for at in range(k * BLOCK, k * BLOCK + columns, width(N)):
+                    store(scores, at, load(scores, at, N) + more)
+            return
+        for part in range(0, keys, BLOCK):  # turned around in squares that fit the first-level cache
+            for i in range(queries):
+                row = after(bias, i * c.bias_query_step)
+                for k in range(part, min(part + BLOCK, keys)):
+                    scores[k * BLOCK + i] += row[k * c.bias_key_step]
 
 
 @_inlined
@@ -314,7 +320,7 @@ def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
         k = after(pointer(c.key, c.one), b * c.key_batch + start * c.key_node + kv_head * c.key_head)
         v = after(pointer(c.value, c.one), b * c.value_batch + start * c.value_node + kv_head * c.value_head)
         _product(scores, BLOCK, k, c.key_node, 1, own, BLOCK, keys, columns, c.dim, False, L, M, N)
-        _modify(scores, slopes, c, head, query, columns, start, keys, N)
+        _modify(scores, slopes, c, head, query, count, columns, start, keys, N)
         if full == 0:
             _mask(scores, -c.infinity, c, query, count, start, keys)
         if columns == width(L):
@@ -377,10 +383,11 @@ def _add_bias(c, at, grads, keys, count):
     """Add the gradients of scores to that of a bias; where many are one number, in double precision."""
     if c.bias_key_step != 0 and c.bias_query_step != 0:
         to = after(pointer(c.grad_bias, c.one), at)
-        for k in range(keys):
-            row, x = after(to, k * c.bias_key_step), after(grads, k * BLOCK)
+        for part in range(0, keys, BLOCK):
             for i in range(count):
-                row[i] += x[i]
+                row = after(to, i * c.bias_query_step)
+                for k in range(part, min(part + BLOCK, keys)):
+                    row[k * c.bias_key_step] += grads[k * BLOCK + i]
         return
     sums = after(pointer(c.grad_bias, np.float64(0)), at)
     if c.bias_query_step != 0:
@@ -449,7 +456,7 @@ def _backward_block(c, b, kv_head, group, block, copy, room, L, M, N):
         k = after(pointer(c.key, c.one), b * c.key_batch + start * c.key_node + kv_head * c.key_head)
         v = after(pointer(c.value, c.one), b * c.value_batch + start * c.value_node + kv_head * c.value_head)
         _product(scores, BLOCK, k, c.key_node, 1, own_t, BLOCK, keys, columns, c.dim, False, L, M, N)
-        _modify(scores, slopes, c, head, query, columns, start, keys, N)
+        _modify(scores, slopes, c, head, query, count, columns, start, keys, N)
         _product(grads, BLOCK, v, c.value_node, 1, flow_t, BLOCK, keys, columns, c.value_dim, False, L, M, N)
         for j in range(0, columns, narrow):
             high, low = load(lse, j, N), load(lse, BLOCK + j, N)
@@ -593,13 +600,10 @@ class _Call:
         }
         self.rows(query=query, key=key, value=value)
         if bias is not None:
-            # queries side by side, and as many numbers more as may be read beyond the last
-            bias = bias.to(self.wide).permute(2, 1, 0)
-            room = bias.new_empty(bias.numel() + BLOCK)
-            room[: bias.numel()].view(bias.shape).copy_(bias)
-            self.fill(bias=room)
-            steps = [step * (size > 1) for size, step in zip(bias.shape, _steps(bias.shape))]
-            self.values |= dict(zip(("bias_head_step", "bias_key_step", "bias_query_step"), steps))
+            bias = bias.to(self.wide).permute(2, 0, 1).contiguous()  # heads are worked on one by one
+            self.fill(bias=bias)
+            steps = (step * (size > 1) for size, step in zip(bias.shape, bias.stride()))
+            self.values |= dict(zip(("bias_head_step", "bias_query_step", "bias_key_step"), steps))
 
     def rows(self, **arguments: Tensor) -> None:
         """Enter tensors ``[B, nodes, heads, dim]`` where they are, if the numbers of a row lie side by side."""
@@ -641,10 +645,6 @@ class _Call:
             function(call.ctypes.data)
         else:
             in_parallel(function, call.ctypes.data, threads)
-
-
-def _steps(shape: torch.Size) -> list[int]:
-    return [math.prod(shape[n + 1 :]) for n in range(len(shape))]
 
 
 class _Plan(NamedTuple):
@@ -721,7 +721,7 @@ def backward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         parts = min(call.kv_heads, 4) if shared else call.kv_heads
         many = bias.size(0) == 1 or bias.size(1) == 1  # queries or keys that share a number
         copies, dtype = parts if shared else 1, torch.float64 if many else call.wide
-        grad_bias = torch.zeros(copies, *bias.shape[::-1], dtype=dtype)
+        grad_bias = torch.zeros(copies, *bias.permute(2, 0, 1).shape, dtype=dtype)
         call.fill(grad_bias=grad_bias)
         call.values["grad_bias_job_step"] = bias.numel()
         cuts = [call.kv_heads * n // max(1, parts) for n in range(parts + 1)]
@@ -736,5 +736,5 @@ def backward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call.run(_kernels(*_LANES[call.wide])[1], of_parity)
     grads = [grad.to(x.dtype) for grad, x in zip(grads, (query, key, value))]
     if with_bias:
-        grad_bias = grad_bias.sum(0).permute(2, 1, 0).to(bias.dtype).contiguous()
+        grad_bias = grad_bias.sum(0).permute(1, 2, 0).to(bias.dtype).contiguous()
     return grads[0], grads[1], grads[2], grad_bias
