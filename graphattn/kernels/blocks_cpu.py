@@ -23,15 +23,15 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import llvmlite.binding
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
 from graphattn.compiled import compiled
-from graphattn.kernels import blocks, vector
+from graphattn.kernels import blocks, product_cpu, vector
 from graphattn.kernels.blocks import BLOCK, blocks_of
+from graphattn.kernels.product_cpu import LANES, product
 from graphattn.kernels.threads import c_function_of, in_parallel
 from graphattn.kernels.vector import (
     after,
@@ -54,13 +54,6 @@ from graphattn.kernels.vector import (
 _KEYS = 256  # scores worked on together are those of so many keys
 _SERIAL_WORK = 500_000  # multiply-adds below which more threads cost more than they save
 _JOBS, _MOST_JOBS = 64, 4096  # jobs that keep the threads busy, and so many that more take only room
-
-# A product adds up 6 rows of so many lanes at a time: as many registers as the machine has.
-_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
-_LANES = {
-    torch.float32: (64, 32, 16) if _AVX512 else (16, 16, 16),
-    torch.float64: (32, 16, 8) if _AVX512 else (8, 8, 8),
-}
 
 _NUMBERS = (
     "group", "dim", "value_dim", "heads", "num_queries", "num_keys", "offset", "before", "after", "bias_key_step",
@@ -90,59 +83,10 @@ _function = njit(error_model="numpy")
 _inlined = njit(error_model="numpy", forceinline=True)
 _part = njit(error_model="numpy", inline="always")  # of a kernel: compiled with it, not before it
 _kernel = functools.partial(
-    compiled, error_model="numpy", sources=[str(vector.__file__), str(blocks.__file__)]
+    compiled,
+    error_model="numpy",
+    sources=[str(module.__file__) for module in (vector, blocks, product_cpu)],
 )
-
-
-@_inlined
-def _put(to, at, sum, add, L):
-    store(to, at, load(to, at, L) + sum if add else sum)
-
-
-@_inlined
-def _tile(c, c_row, a, a_row, a_step, b, b_row, rows, depth, add, L):
-    """Up to 6 rows of a product; those that are not there repeat the last."""
-    last = rows - 1
-    a1, a2 = after(a, min(1, last) * a_row), after(a, min(2, last) * a_row)
-    a3, a4 = after(a, min(3, last) * a_row), after(a, min(4, last) * a_row)
-    a5 = after(a, min(5, last) * a_row)
-    s0, s1, s2, s3, s4, s5 = zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L), zeros(c, L)
-    for k in range(depth):
-        x, i = load(b, k * b_row, L), k * a_step
-        s0 = s0 + splat(a[i], L) * x
-        s1 = s1 + splat(a1[i], L) * x
-        s2 = s2 + splat(a2[i], L) * x
-        s3 = s3 + splat(a3[i], L) * x
-        s4 = s4 + splat(a4[i], L) * x
-        s5 = s5 + splat(a5[i], L) * x
-    _put(c, 0, s0, add, L)
-    if rows > 1:
-        _put(c, c_row, s1, add, L)
-    if rows > 2:
-        _put(c, 2 * c_row, s2, add, L)
-    if rows > 3:
-        _put(c, 3 * c_row, s3, add, L)
-    if rows > 4:
-        _put(c, 4 * c_row, s4, add, L)
-    if rows > 5:
-        _put(c, 5 * c_row, s5, add, L)
-
-
-@_function
-def _product(c, c_row, a, a_row, a_step, b, b_row, rows, columns, depth, add, L, M, N):
-    """``c[i, j] (+)= Σ_k a[i * a_row + k * a_step] b[k, j]``, columns being a multiple of the fewest lanes."""
-    j = 0
-    while j < columns:
-        lanes = width(L) if columns - j >= width(L) else width(M) if columns - j >= width(M) else width(N)
-        for i in range(0, rows, 6):
-            to, x, y = after(c, i * c_row + j), after(a, i * a_row), after(b, j)
-            if lanes == width(L):
-                _tile(to, c_row, x, a_row, a_step, y, b_row, rows - i, depth, add, L)
-            elif lanes == width(M):
-                _tile(to, c_row, x, a_row, a_step, y, b_row, rows - i, depth, add, M)
-            else:
-                _tile(to, c_row, x, a_row, a_step, y, b_row, rows - i, depth, add, N)
-        j += lanes
 
 
 @_function
@@ -262,7 +206,7 @@ def _over_keys(sums, padded, a, rows, row, dim, room, add, full, c, query, queri
     if padded != dim:
         _copy(room, padded, rows, row, keys, dim, c.one)
         rows, row = room, padded
-    _product(sums, padded, a, 1, BLOCK, rows, row, queries, padded, keys, add, L, M, N)
+    product(sums, padded, a, 1, BLOCK, rows, row, queries, padded, keys, add, L, M, N)
 
 
 @_function
@@ -319,7 +263,7 @@ def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
         keys = min(_KEYS, key_end - start)
         k = after(pointer(c.key, c.one), b * c.key_batch + start * c.key_node + kv_head * c.key_head)
         v = after(pointer(c.value, c.one), b * c.value_batch + start * c.value_node + kv_head * c.value_head)
-        _product(scores, BLOCK, k, c.key_node, 1, own, BLOCK, keys, columns, c.dim, False, L, M, N)
+        product(scores, BLOCK, k, c.key_node, 1, own, BLOCK, keys, columns, c.dim, False, L, M, N)
         _modify(scores, slopes, c, head, query, count, columns, start, keys, N)
         if full == 0:
             _mask(scores, -c.infinity, c, query, count, start, keys)
@@ -370,9 +314,9 @@ def _over_queries(to, row, a, rows, padded, dim, room, careful, c, query, querie
         _along_edges(to, 0, row, a, rows, padded, 0, c, query, queries, key, keys, dim)
         return
     if padded == dim:
-        _product(to, row, a, BLOCK, 1, rows, padded, keys, dim, queries, True, L, M, N)
+        product(to, row, a, BLOCK, 1, rows, padded, keys, dim, queries, True, L, M, N)
         return
-    _product(room, padded, a, BLOCK, 1, rows, padded, keys, padded, queries, False, L, M, N)
+    product(room, padded, a, BLOCK, 1, rows, padded, keys, padded, queries, False, L, M, N)
     for k in range(keys):
         for j in range(dim):
             to[k * row + j] += room[k * padded + j]
@@ -455,9 +399,9 @@ def _backward_block(c, b, kv_head, group, block, copy, room, L, M, N):
         keys = min(_KEYS, key_end - start)
         k = after(pointer(c.key, c.one), b * c.key_batch + start * c.key_node + kv_head * c.key_head)
         v = after(pointer(c.value, c.one), b * c.value_batch + start * c.value_node + kv_head * c.value_head)
-        _product(scores, BLOCK, k, c.key_node, 1, own_t, BLOCK, keys, columns, c.dim, False, L, M, N)
+        product(scores, BLOCK, k, c.key_node, 1, own_t, BLOCK, keys, columns, c.dim, False, L, M, N)
         _modify(scores, slopes, c, head, query, count, columns, start, keys, N)
-        _product(grads, BLOCK, v, c.value_node, 1, flow_t, BLOCK, keys, columns, c.value_dim, False, L, M, N)
+        product(grads, BLOCK, v, c.value_node, 1, flow_t, BLOCK, keys, columns, c.value_dim, False, L, M, N)
         for j in range(0, columns, narrow):
             high, low = load(lse, j, N), load(lse, BLOCK + j, N)
             for at in range(j, j + keys * BLOCK, BLOCK):
@@ -699,7 +643,7 @@ def forward(query, key, value, *rest) -> tuple[Tensor, Tensor, Tensor]:
         for x in (out, lse_low):
             x.zero_()
     call.fill(out=out, lse=lse, lse_low=lse_low)
-    call.run(_kernels(*_LANES[call.wide])[0], call.plan.forward)
+    call.run(_kernels(*LANES[call.wide])[0], call.plan.forward)
     return out, lse, lse_low
 
 
@@ -733,7 +677,7 @@ def backward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             for spans in plan.groups
         ]
     for of_parity in jobs:
-        call.run(_kernels(*_LANES[call.wide])[1], of_parity)
+        call.run(_kernels(*LANES[call.wide])[1], of_parity)
     grads = [grad.to(x.dtype) for grad, x in zip(grads, (query, key, value))]
     if with_bias:
         grad_bias = grad_bias.sum(0).permute(1, 2, 0).to(bias.dtype).contiguous()

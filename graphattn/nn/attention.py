@@ -18,6 +18,7 @@ from graphattn.nn.conv import (
     check_probability,
     has_message_watchers,
 )
+from graphattn.nn.linear import Linear, linear
 
 
 class GraphMultiheadAttention(MessagePassing):
@@ -89,7 +90,7 @@ class GraphMultiheadAttention(MessagePassing):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, None if shape is None else Parameter(torch.empty(shape)))
-        self.out_proj = torch.nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
         self._draw_projections()
 
     def reset_parameters(self) -> None:
@@ -149,7 +150,7 @@ class GraphMultiheadAttention(MessagePassing):
             matrices = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         query, key, value = (
-            F.linear(x, matrix, bias_).unflatten(-1, (self.num_heads, -1))
+            linear(x, matrix, bias_).unflatten(-1, (self.num_heads, -1))
             for x, matrix, bias_ in zip((query, key, value), matrices, biases)
         )
         dropout_p = self.dropout if self.training else 0.0

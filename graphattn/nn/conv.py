@@ -14,6 +14,7 @@ from torch_geometric.utils import is_sparse
 
 from graphattn.attention import attention_weights, autocast_dtype, graph_attention
 from graphattn.graph import Graph, as_graph, check_count, check_one_device
+from graphattn.nn.linear import linear
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _STAGES = ("propagate", "message", "aggregate")
@@ -97,6 +98,7 @@ class TransformerConv(pyg.TransformerConv):
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
         )
+        accelerate(self)
 
     def forward(
         self,
@@ -267,6 +269,13 @@ class TransformerConv(pyg.TransformerConv):
         )
 
 
+class Linear(pyg.Linear):
+    """PyG's linear layer, computed by `linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 def has_message_watchers(layer: pyg.MessagePassing) -> bool:
     """Whether an explainer or a hook wants the edge-wise messages of `layer`."""
     return bool(layer.explain or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS))
@@ -339,4 +348,8 @@ def accelerate(model: _Model) -> _Model:
     for module in model.modules():
         if type(module) is pyg.TransformerConv:
             module.__class__ = TransformerConv
+        if isinstance(module, TransformerConv):
+            for layer in (module.lin_key, module.lin_query, module.lin_value, module.lin_skip):
+                if type(layer) is pyg.Linear:
+                    layer.__class__ = Linear
     return model

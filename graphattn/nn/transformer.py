@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Dropout, LayerNorm, Linear, ModuleList
+from torch.nn import Dropout, LayerNorm, ModuleList
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
 from torch_geometric.nn.inits import reset
@@ -24,6 +24,7 @@ from graphattn.nn.attention import (
     graph_between,
 )
 from graphattn.nn.conv import check_probability
+from graphattn.nn.linear import Linear
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -353,6 +354,9 @@ class GPSConv(pyg.GPSConv):
         if isinstance(self.attn, torch.nn.MultiheadAttention):
             self.attn = _on_graphs(self.attn)
             self.attn.explain = False  # its edges are not those that explainers know
+        for layer in self.mlp:
+            if type(layer) is torch.nn.Linear:
+                layer.__class__ = Linear
 
     def forward(
         self,
