@@ -200,10 +200,12 @@ def _attend(
         if graph.order is not None:  # the kernels see the nodes of a clique side by side
             query, key, value = (x.index_select(1, graph.order) for x in (query, key, value))
         if not isinstance(graph, GridGraph) and _in_blocks(graph, bias, return_weights):
-            out, lse = block_attention(
+            out, lse, weights = block_attention(
                 query, key, value, bias, graph.ptr, seed, graph.offset, *_radius(graph), scale, softcap, dropout_p,
+                return_weights,
             )  # fmt: skip
-            weights = lse.new_empty(0)
+            if return_weights:
+                weights = weights.permute(0, 2, 3, 1)
         else:
             out, lse, weights = interval_attention(
                 query, key, value, *_intervals(graph), None if return_lse else _causal(graph), bias, None, None,
@@ -221,7 +223,7 @@ def _attend(
     out = out.to(query.dtype).view(*leading, *out.shape[1:])
     lse = lse.view(*leading, *lse.shape[1:])
     if return_weights:
-        weights = weights.view(*leading, *weights.shape[1:])
+        weights = weights.reshape(*leading, *weights.shape[1:])
     return out, lse, weights
 
 
@@ -290,14 +292,14 @@ def _radius(graph: CompleteGraph | WindowGraph) -> tuple[int | None, int | None]
 def _in_blocks(graph: CompleteGraph | WindowGraph, bias: Tensor | None, return_weights: bool) -> bool:
     """Whether blocks of consecutive queries and keys serve the graph better than one row of edges at a time.
 
-    They score all keys that any query of a block may see, so the band must be wide, they take a bias only where it is a
-    matrix of all queries and keys, and give no weights.
+    They score all keys that any query of a block may see, so the band must be wide, and take a bias and give weights
+    only where these are matrices of all queries and keys.
     """
-    if return_weights or graph.device.type == "cuda":  # where the other kernel works on blocks too
+    if graph.device.type == "cuda":  # where the other kernel works on blocks too
         return False
     before, after = _radius(graph)
     bounded = before is not None and after is not None
-    if bias is not None and (bounded or graph.ptr is not None):
+    if (bias is not None or return_weights) and (bounded or graph.ptr is not None):
         return False
     if isinstance(graph, WindowGraph) and graph.dilation != 1:
         return False

@@ -208,6 +208,41 @@ def test_weights(graph, leading):
     torch.testing.assert_close(weights, dense.view(leading, *graph.edge_shape, 4), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    "graph", [CompleteGraph(300), CompleteGraph(90, num_keys=300, causal=True, offset=200)], ids=str
+)
+def test_weights_under_a_soft_cap_and_what_flows_into_no_edge(graph):
+    """Gradients of weights alone, of several blocks of keys; NaN where there is no edge reaches nobody."""
+    query, key = torch.randn(2, graph.num_queries, 4, 8), torch.randn(2, graph.num_keys, 2, 8)
+    operands = [x.requires_grad_() for x in (query, key)]
+    flow = torch.randn(2, *graph.edge_shape, 4).masked_fill(~graph.to_mask()[..., None], math.nan)
+    weights = attention_weights(*operands, graph, softcap=1.5)
+    grads = torch.autograd.grad(weights, operands, flow)
+
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    scores = torch.einsum("bihd,bjhd->bijh", exact[0], exact[1].repeat_interleave(2, 2)) * 8**-0.5
+    scores = (1.5 * torch.tanh(scores / 1.5)).masked_fill(~graph.to_mask()[..., None], -math.inf)
+    expected = scores.softmax(2)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-8)
+    for grad, right in zip(grads, torch.autograd.grad(expected, exact, flow.nan_to_num(0).double())):
+        torch.testing.assert_close(grad.double(), right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "graph", [CompleteGraph(4, num_keys=6), CompleteGraph(5, causal=True, offset=-1)], ids=str
+)
+def test_second_derivatives_of_weights(graph):
+    query, key = (torch.randn(2, n, 2, 3, dtype=torch.float64) for n in (graph.num_queries, graph.num_keys))
+    bias = torch.randn(*graph.edge_shape, 2, dtype=torch.float64)
+    operands = [x.requires_grad_() for x in (query, key, bias)]
+
+    def weights(query, key, bias):
+        return attention_weights(query, key, graph, bias=bias, softcap=2.0)
+
+    assert torch.autograd.gradcheck(weights, operands)
+    assert torch.autograd.gradgradcheck(weights, operands)
+
+
 @pytest.mark.parametrize("p", [0.3, 1.0])
 @pytest.mark.parametrize(
     "name, leading",
@@ -378,9 +413,10 @@ def test_opcheck():
     query, key = torch.randn(2, 140, 4, 8, requires_grad=True), torch.randn(2, 140, 2, 8, requires_grad=True)
     bias = torch.randn(140, 1, 4, requires_grad=True)
     for inputs in (
-        (query, key, key, None, None, None, 0, None, 0, 1.0, 0.0, 0.0),
-        (query, key, key, bias, None, torch.tensor([5]), 0, None, None, 1.0, 2.0, 0.5),
-        (query, key, key, None, torch.tensor([0, 60, 140]), None, 0, 20, 30, 1.0, 0.0, 0.0),
+        (query, key, key, None, None, None, 0, None, 0, 1.0, 0.0, 0.0, False),
+        (query, key, key, bias, None, torch.tensor([5]), 0, None, None, 1.0, 2.0, 0.5, False),
+        (query, key, key, bias, None, None, 0, None, 0, 1.0, 2.0, 0.0, True),
+        (query, key, key, None, torch.tensor([0, 60, 140]), None, 0, 20, 30, 1.0, 0.0, 0.0, False),
     ):
         torch.library.opcheck(torch.ops.graphattn.block_attention.default, inputs)
 

@@ -26,11 +26,11 @@ SEGMENT = 8  # blocks of a segment, at least
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? ptr, Tensor? seed, SymInt offset, int? before,"
-    " int? after, float scale, float softcap, float dropout_p"
+    " int? after, float scale, float softcap, float dropout_p, bool return_weights"
 )
-_OUTPUTS = "Tensor out, Tensor lse, Tensor lse_low"  # as in `graphattn.kernels.sparse`
+_OUTPUTS = "Tensor out, Tensor lse, Tensor lse_low, Tensor weights"  # as in `graphattn.kernels.sparse`
 # A gradient of another shape than its output, in fact an empty one, is not there.
-_GRADS = "Tensor grad_out, Tensor grad_lse"
+_GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_weights"
 
 _library = torch.library.Library("graphattn", "FRAGMENT")
 _library.define(f"block_attention({_INPUTS}) -> ({_OUTPUTS})", tags=[torch.Tag.pt2_compliant_tag])
@@ -43,7 +43,7 @@ _forward = torch.ops.graphattn.block_attention.default
 _backward = torch.ops.graphattn.block_attention_backward.default
 
 
-def block_attention(*inputs) -> tuple[Tensor, Tensor]:
+def block_attention(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Attend over bands of consecutive keys: the schema above.
 
     Args:
@@ -52,12 +52,14 @@ def block_attention(*inputs) -> tuple[Tensor, Tensor]:
         ptr: int64 ``[sequences + 1]``, with as many keys as queries and offset 0.
         seed: int64 ``[1]``, read where dropout_p > 0.
         softcap: 0 for none.
+        return_weights: without ptr.
 
     Returns:
-        out ``[B, Nq, H, Dv]`` and lse ``[B, Nq, H]``, float32, or float64 for float64 inputs. Differentiable in reverse
-        mode, twice in eager mode.
+        out ``[B, Nq, H, Dv]``, lse ``[B, Nq, H]`` and, if asked for, the weights before dropout ``[B, H, Nq, Nk]``,
+        float32, or float64 for float64 inputs. Differentiable in reverse mode, twice in eager mode.
     """
-    return _forward(*inputs)[:2]
+    out, lse, _, weights = _forward(*inputs)
+    return out, lse, weights
 
 
 def blocks_of(
@@ -145,12 +147,14 @@ def _backward_cpu(*arguments):
 def _forward_fake(query, key, value, *rest):
     batch, num_queries, heads, _ = query.shape
     lse = query.new_empty(batch, num_queries, heads, dtype=_wide(query))
-    return lse.new_empty(batch, num_queries, heads, value.size(-1)), lse, torch.empty_like(lse)
+    out = lse.new_empty(batch, num_queries, heads, value.size(-1))
+    weights = lse.new_empty(batch, heads, num_queries, key.size(1)) if rest[-1] else lse.new_empty(0)
+    return out, lse, torch.empty_like(lse), weights
 
 
 @torch.library.register_fake("graphattn::block_attention_backward", lib=_library)
 def _backward_fake(*arguments):
-    query, key, value, bias = arguments[5:9]
+    query, key, value, bias = arguments[7:11]
     if bias is None or not arguments[-1]:
         bias = query.new_empty(0)
     return tuple(x.new_empty(x.shape) for x in (query, key, value, bias))
@@ -180,9 +184,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # once: checkpointing recomputes the forward pass at each access
         with_bias = ctx.needs_input_grad[3]
-        given = (saved[0].new_empty(0) if grad is None else grad for grad in grads[:2])
+        given = (saved[0].new_empty(0) if grads[n] is None else grads[n] for n in (0, 1, 3))
         grads = _backward(*given, *saved, *ctx.rest, with_bias)
-        return *grads[:3], grads[3] if with_bias else None, *[None] * 8
+        return *grads[:3], grads[3] if with_bias else None, *[None] * 9
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -194,18 +198,18 @@ class _AttentionBackward(torch.autograd.Function):
     def forward(ctx, *arguments):
         with torch._C._AutoDispatchBelowAutograd():
             grads = _backward(*arguments)
-        ctx.rest = arguments[11:]
-        ctx.save_for_backward(*arguments[:11])
+        ctx.rest = arguments[13:]
+        ctx.save_for_backward(*arguments[:13])
         return grads
 
     @staticmethod
     def backward(ctx, *grad_grads):
         tensors, with_bias = ctx.saved_tensors, ctx.rest[-1]
-        # out and lse are functions of the inputs: their share is in the inputs' derivative.
+        # The outputs are functions of the inputs: their share is in the inputs' derivative.
         second = _second(
-            tensors[:2], [*tensors[5:], *ctx.rest], [*grad_grads[:3], grad_grads[3] if with_bias else None]
+            tensors[:3], [*tensors[7:], *ctx.rest], [*grad_grads[:3], grad_grads[3] if with_bias else None]
         )
-        return *second[:2], None, None, None, *second[2:], *[None] * 9
+        return *second[:3], *[None] * 4, *second[3:], *[None] * 10
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -220,7 +224,7 @@ _library.impl(
 
 @torch.autocast("cpu", enabled=False)
 def _second(grads: Any, inputs: list[Any], grad_grads: list[Tensor | None]) -> list[Tensor | None]:
-    """The derivative of the backward pass, block by block: of its two gradients and its four floating inputs."""
+    """The derivative of the backward pass, block by block: of its three gradients and its four floating inputs."""
     query, key, value, bias, ptr, seed, offset, before, after, scale, softcap, dropout_p = inputs[:12]
     create_graph = torch.is_grad_enabled()
 
@@ -244,20 +248,22 @@ def _second(grads: Any, inputs: list[Any], grad_grads: list[Tensor | None]) -> l
 
             def part(n: int, x: Tensor, b=b, queries=queries, keys=keys) -> Tensor:
                 """What the n-th of the given has for this block."""
-                if n == 5:
+                if n == 6:
                     x = x if x.size(0) == 1 else x[queries]
                     return x if x.size(1) == 1 else x[:, keys]
-                if n < 2 and x.numel() == 0:
+                if n < 3 and x.numel() == 0:
                     return x
-                return x[b, keys] if n in (3, 4) else x[b, queries]
+                if n == 2:
+                    return x[b, :, queries, keys]
+                return x[b, keys] if n in (4, 5) else x[b, queries]
 
             with torch.enable_grad():
                 parts = [variable(part(n, x)) for n, x in enumerate(given)]
-                outputs = _formula(*(*parts, None)[2:6], edges, keep, scale, softcap)  # pyright: ignore[reportCallIssue]
+                outputs = _formula(*(*parts, None)[3:7], edges, keep, scale, softcap)  # pyright: ignore[reportCallIssue]
                 used = [n for n, x in enumerate(outputs) if parts[n].shape == x.shape]
                 first = torch.autograd.grad(
                     [outputs[n] for n in used],
-                    parts[2:],
+                    parts[3:],
                     [parts[n] for n in used],
                     create_graph=True,
                     materialize_grads=True,
@@ -266,7 +272,7 @@ def _second(grads: Any, inputs: list[Any], grad_grads: list[Tensor | None]) -> l
             second = torch.autograd.grad(
                 [first[n] for n, _ in flowing],
                 parts,
-                [part(2 + n, x) for n, x in flowing],
+                [part(3 + n, x) for n, x in flowing],
                 create_graph=create_graph,
                 materialize_grads=True,
             )
@@ -276,8 +282,8 @@ def _second(grads: Any, inputs: list[Any], grad_grads: list[Tensor | None]) -> l
     return [*totals, None] if bias is None else [*totals]
 
 
-def _formula(query, key, value, bias, edges, keep, scale, softcap) -> tuple[Tensor, Tensor]:
-    """out ``[queries, H, Dv]`` and lse ``[queries, H]`` of one block, by definition."""
+def _formula(query, key, value, bias, edges, keep, scale, softcap) -> tuple[Tensor, Tensor, Tensor]:
+    """out ``[queries, H, Dv]``, lse ``[queries, H]`` and weights ``[H, queries, keys]`` of one block, by definition."""
     wide = _wide(query)
     query, key, value = (x.to(wide).transpose(0, 1) for x in (query, key, value))
     key, value = (x.repeat_interleave(query.size(0) // x.size(0), 0) for x in (key, value))
@@ -294,4 +300,4 @@ def _formula(query, key, value, bias, edges, keep, scale, softcap) -> tuple[Tens
     lse = (peak + total.log()).squeeze(-1)
     weights = weights / total
     out = (weights if keep is None else weights * keep) @ value
-    return out.transpose(0, 1), lse.transpose(0, 1)
+    return out.transpose(0, 1), lse.transpose(0, 1), weights

@@ -62,7 +62,7 @@ _NUMBERS = (
 )  # fmt: skip
 _ADDRESSES = (
     "query", "key", "value", "bias", "out", "lse", "lse_low", "grad_out", "grad_lse", "grad_query", "grad_key",
-    "grad_value", "grad_bias", "blocks", "jobs", "counters", "reals",
+    "grad_value", "grad_bias", "weights", "grad_weights", "blocks", "jobs", "counters", "reals",
 )  # fmt: skip
 _RANDOM = ("seed", "drop_below")
 _FACTORS = ("scale", "rest", "softcap", "kept", "lowest", "infinity", "one")
@@ -242,6 +242,42 @@ def _weigh(scores, peak, norm, factor, keys, L):
     store(norm, 0, load(norm, 0, L) * shrink + sum)
 
 
+@_inlined
+def _pairs_of(c, address, b, head, query, key):
+    """Where the numbers ``[batch, heads, queries, keys]`` of some pairs begin."""
+    return after(pointer(address, c.one), ((b * c.heads + head) * c.num_queries + query) * c.num_keys + key)
+
+
+@_function
+def _weights_block(c, b, kv_head, head, block, scores, slopes, own, lse, lse_low, L, M, N):
+    """Store the weights of a block, whose softmax is known by now."""
+    query, query_end, key, key_end, full = block[0], block[1], block[2], block[3], block[4]
+    count, narrow = query_end - query, width(N)
+    columns = -(-count // narrow) * narrow
+    for start in range(key, key_end, _KEYS):
+        keys = min(_KEYS, key_end - start)
+        k = after(pointer(c.key, c.one), b * c.key_batch + start * c.key_node + kv_head * c.key_head)
+        product(scores, BLOCK, k, c.key_node, 1, own, BLOCK, keys, columns, c.dim, False, L, M, N)
+        _modify(scores, slopes, c, head, query, count, columns, start, keys, N)
+        if full == 0:
+            _mask(scores, -c.infinity, c, query, count, start, keys)
+        _to_weights(scores, scores, lse, lse_low, columns, keys, N)
+        to = _pairs_of(c, c.weights, b, head, query, start)
+        for part in range(0, keys, BLOCK):
+            for i in range(count):
+                row = after(to, i * c.num_keys)
+                for n in range(part, min(part + BLOCK, keys)):
+                    row[n] = scores[n * BLOCK + i]
+
+
+@_function
+def _to_weights(weights, scores, lse, lse_low, columns, keys, N):
+    for j in range(0, columns, width(N)):
+        high, low = load(lse, j, N), load(lse_low, j, N)
+        for at in range(j, j + keys * BLOCK, BLOCK):
+            store(weights, at, exp(load(scores, at, N) - high - low))
+
+
 @_part
 def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
     query, query_end, key, key_end, full = block[0], block[1], block[2], block[3], block[4]
@@ -305,6 +341,9 @@ def _forward_block(c, b, kv_head, group, block, copy, room, L, M, N):
                 high, low = low, high
             lse[at] = high + low
             lse_low[at] = low - (lse[at] - high)  # exact, as the first is the larger
+        peak[i], norm[i] = lse[at] if norm[i] != 0 else c.infinity, lse_low[at]
+    if c.weights != 0:
+        _weights_block(c, b, kv_head, head, block, scores, slopes, own, peak, norm, L, M, N)
 
 
 @_function
@@ -402,15 +441,19 @@ def _backward_block(c, b, kv_head, group, block, copy, room, L, M, N):
         product(scores, BLOCK, k, c.key_node, 1, own_t, BLOCK, keys, columns, c.dim, False, L, M, N)
         _modify(scores, slopes, c, head, query, count, columns, start, keys, N)
         product(grads, BLOCK, v, c.value_node, 1, flow_t, BLOCK, keys, columns, c.value_dim, False, L, M, N)
-        for j in range(0, columns, narrow):
-            high, low = load(lse, j, N), load(lse, BLOCK + j, N)
-            for at in range(j, j + keys * BLOCK, BLOCK):
-                store(weights, at, exp(load(scores, at, N) - high - low))
+        _to_weights(weights, scores, lse, after(lse, BLOCK), columns, keys, N)
         if c.drop_below != 0:
             for at in range(keys * BLOCK):
                 scores[at] = weights[at]
             _drop(weights, c, b, head, query, columns, start, keys)
             _drop(grads, c, b, head, query, columns, start, keys)
+        if c.grad_weights != 0:
+            of_pairs = _pairs_of(c, c.grad_weights, b, head, query, start)
+            for part in range(0, keys, BLOCK):
+                for i in range(count):
+                    row = after(of_pairs, i * c.num_keys)
+                    for n in range(part, min(part + BLOCK, keys)):
+                        grads[n * BLOCK + i] += row[n]
         kept = scores if c.drop_below != 0 else weights
         for j in range(0, columns, narrow):
             less = load(delta, j, N)
@@ -512,7 +555,7 @@ class _Call:
     """The arguments of an operator call as the kernels take them."""
 
     def __init__(self, *inputs) -> None:
-        query, key, value, bias, ptr, seed, offset, before, after, scale, softcap, dropout_p = inputs
+        query, key, value, bias, ptr, seed, offset, before, after, scale, softcap, dropout_p, _ = inputs
         self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.batch, self.num_queries, self.heads, self.dim = query.shape
         self.num_keys, self.kv_heads, self.value_dim = value.shape[1:]
@@ -634,7 +677,7 @@ def _jobs(batch: int, kv_heads: int, ranges: np.ndarray) -> np.ndarray:
     return np.stack([b, np.minimum(b + together, batch), head, head + 1, *ranges[n].T, np.zeros_like(b)], 1)
 
 
-def forward(query, key, value, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def forward(query, key, value, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _Call(query, key, value, *rest)
     rows = call.batch, call.num_queries, call.heads
     out, lse, lse_low = (torch.empty(*rows, *size, dtype=call.wide) for size in ((call.value_dim,), (), ()))
@@ -643,18 +686,42 @@ def forward(query, key, value, *rest) -> tuple[Tensor, Tensor, Tensor]:
         for x in (out, lse_low):
             x.zero_()
     call.fill(out=out, lse=lse, lse_low=lse_low)
+    weights = torch.empty(0, dtype=call.wide)
+    if rest[-1]:
+        weights = torch.zeros(call.batch, call.heads, call.num_queries, call.num_keys, dtype=call.wide)
+        call.fill(weights=weights)
     call.run(_kernels(*LANES[call.wide])[0], call.plan.forward)
-    return out, lse, lse_low
+    return out, lse, lse_low, weights
 
 
 def backward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_out, grad_lse, out, lse, lse_low, query, key, value, bias, *rest, with_bias = arguments
+    (
+        grad_out,
+        grad_lse,
+        grad_weights,
+        out,
+        lse,
+        lse_low,
+        weights,
+        query,
+        key,
+        value,
+        bias,
+        *rest,
+        with_bias,
+    ) = arguments
     call = _Call(query, key, value, bias, *rest)
     plan = call.plan
     grads = [torch.zeros(x.shape, dtype=call.wide) for x in (query, key, value)]
     call.rows(grad_out=grad_out if grad_out.shape == out.shape else torch.zeros_like(out))
     call.fill(out=out.contiguous(), lse=lse.contiguous(), lse_low=lse_low.contiguous())
     call.fill(grad_query=grads[0], grad_key=grads[1], grad_value=grads[2])
+    if grad_weights.shape == weights.shape and weights.numel():
+        # Through the weights, δ_i gains Σ_j P_ij dP_ij; what flows into a pair without an edge counts for nothing.
+        grad_weights = grad_weights.to(call.wide).contiguous()
+        through = (weights * grad_weights).masked_fill(weights == 0, 0).sum(-1).mT
+        grad_lse = (grad_lse if grad_lse.shape == lse.shape else 0) - through
+        call.fill(grad_weights=grad_weights)
     if grad_lse.shape == lse.shape:
         call.fill(grad_lse=grad_lse.to(call.wide).contiguous())
     grad_bias, jobs = query.new_empty(0), plan.backward

@@ -423,7 +423,7 @@ class GPSConv(pyg.GPSConv):
             if not return_attention_weights:
                 return self.attn(x, graph), None
             out, alpha = self.attn(x, graph, return_attention_weights=True)
-            return out, (graph.to_edge_index(), alpha.view(-1, self.heads))
+            return out, (graph.to_edge_index(), alpha.reshape(-1, self.heads))
         if return_attention_weights:
             raise ValueError(
                 '`return_attention_weights` must be falsy with attn_type="performer", which has no weights.'
