@@ -237,6 +237,8 @@ def _walk(work, c, L, D, Dv):
     alone = after(starts, BLOCK + 1)  # row r is number r
     far = after(alone, BLOCK)
     odometer = after(far, BLOCK)
+    for i in range(BLOCK):
+        alone[i] = i
     pieces = pointer(c.pieces, np.int64(0))
     jobs, counter = pointer(c.jobs, np.int64(0)), pointer(c.counters, np.int64(0))
     job = take(counter)
@@ -860,8 +862,7 @@ def _run(kernel: Callable, call: np.ndarray, jobs: np.ndarray) -> None:
     size = BLOCK * (7 * (-(-heads // 8) * 8) + 2 * heads * features)
     # Not allocated in the kernel: Numba frees an array that only its address is used of.
     reals = np.ones((threads, size), call.dtype["scale"])
-    integers = np.arange(-4 * BLOCK - 1, 2 * BLOCK + 2 * int(call["axes"][0]) + 31, dtype=np.int32)
-    integers = np.tile(integers[: len(integers) // 32 * 32], (threads, 1))
+    integers = np.empty((threads, 6 * BLOCK + (1 + 2 * int(call["axes"][0]) + 31) // 32 * 32), np.int32)
     counters = np.zeros(2, np.int64)  # of the jobs and of the threads that have begun
     jobs = np.ascontiguousarray(jobs, np.int64)
     for name, x in {"jobs": jobs, "counters": counters, "reals": reals, "integers": integers}.items():
@@ -1132,13 +1133,13 @@ def forward(rows: Rows, *inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     if rows.axes is not None:
         weights.fill_(-torch.inf)
     call.fill(out=out, aggregate=aggregate, lse=lse, lse_low=lse_low, logits=weights)
-    peak, norm = (call.rows_of(rows, call.padded if rows.pieces.shape[0] else 0) for _ in range(2))
-    call.fill(peak=peak, norm=norm)
+    states = [call.rows_of(rows, call.padded) for _ in range(2)] if rows.pieces.shape[0] else []
+    call.fill(**dict(zip(("peak", "norm"), states)))
     if call.batch:
         jobs = _jobs(rows, call.batch, call.work_per_edge)
         _run(call.kernels[0], call.over(rows, call.num_keys), jobs)
-        if rows.pieces.shape[0]:
-            peak, norm, *sums = (x.numpy() for x in (peak[..., :H], norm[..., :H], out, aggregate))
+        if states:
+            peak, norm, *sums = (x.numpy() for x in (*(x[..., :H] for x in states), out, aggregate))
             _merge_weighted(rows, peak, norm, lse.numpy(), lse_low.numpy(), sums)
             call.add_projected(out, aggregate, rows)
     if return_weights:
