@@ -157,8 +157,9 @@ def test_opcheck(everything, return_weights, dtype):
     outputs = [x.detach() for x in torch.ops.graphattn.sparse_attention.default(*arguments)]
     detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
     grads = [torch.randn_like(outputs[i]) for i in (0, 1, 4)]  # of all that has one
-    backward = (*grads, *outputs, *detached)
-    torch.library.opcheck(torch.ops.graphattn.sparse_attention_backward.default, backward)
+    for with_edge_attr in (False, True):
+        backward = (*grads, *outputs, *detached, with_edge_attr)
+        torch.library.opcheck(torch.ops.graphattn.sparse_attention_backward.default, backward)
 
 
 def test_opcheck_of_the_graph():

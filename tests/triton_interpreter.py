@@ -49,7 +49,7 @@ def _forward(rows, query, key, value, *options):
 
 
 def _backward(rows, columns, *arguments):
-    return windows_triton.backward(*arguments[:11], *rows, *columns, *arguments[11:])
+    return windows_triton.backward(*arguments[:11], *rows, *columns, *arguments[11:-1])
 
 
 # Of the operator on structured graphs, from here on.
@@ -57,7 +57,12 @@ _library = torch.library.Library("graphattn", "IMPL")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there was another body
     _library.impl("interval_attention", intervals_triton.forward, "CPU", allow_override=True)
-    _library.impl("interval_attention_backward", intervals_triton.backward, "CPU", allow_override=True)
+    _library.impl(
+        "interval_attention_backward",
+        lambda *arguments: intervals_triton.backward(*arguments[:-1]),
+        "CPU",
+        allow_override=True,
+    )
 
 
 @pytest.fixture(autouse=True)

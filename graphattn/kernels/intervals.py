@@ -58,12 +58,12 @@ def _forward_cpu(query, key, value, by_query, by_key, ptr, axes, layout, causal,
 def _backward_cpu(*arguments):
     from graphattn.kernels import sparse_cpu
 
-    (by_query, by_key, _, axes, layout, _), options = arguments[11:17], arguments[17:]
+    (by_query, by_key, _, axes, layout, _), options = arguments[11:17], arguments[17:-1]
     rows, columns = (
         sparse_cpu.progressions(by_query, by_key, axes, layout, of_queries, _numbered(options))
         for of_queries in (True, False)
     )
-    return sparse_cpu.backward(rows, columns, *(arguments[:11] + options))
+    return sparse_cpu.backward(rows, columns, *(arguments[:11] + arguments[17:]))
 
 
 def _numbered(options) -> bool:

@@ -28,6 +28,7 @@ _OUTPUTS = "Tensor out, Tensor lse, Tensor lse_low, Tensor aggregate, Tensor wei
 # A gradient of another shape than its output, in fact an empty one, is not there.
 _GRADS = "Tensor grad_out, Tensor grad_lse, Tensor grad_weights"
 _FLOATING = (0, 1, 2, -8, -7, -6)  # query, key, value, bias, edge_attr, edge_projection among the inputs
+_EDGE_ATTR = -7  # most often data: its gradient is formed only where it is asked for
 
 _library = torch.library.Library("graphattn", "FRAGMENT")
 
@@ -50,8 +51,8 @@ def define(
     tags = [torch.Tag.pt2_compliant_tag]
     _library.define(f"{name}({inputs}) -> ({_OUTPUTS})", tags=tags)
     _library.define(
-        f"{name}_backward({_GRADS}, {_OUTPUTS}, {inputs}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value,"
-        " Tensor grad_bias, Tensor grad_edge_attr, Tensor grad_edge_projection)",
+        f"{name}_backward({_GRADS}, {_OUTPUTS}, {inputs}, bool with_edge_attr) -> (Tensor grad_query, Tensor grad_key,"
+        " Tensor grad_value, Tensor grad_bias, Tensor grad_edge_attr, Tensor grad_edge_projection)",
         tags=tags,
     )
     ops = torch.ops.graphattn
@@ -59,7 +60,7 @@ def define(
     _library.impl(name, forward, "CPU")
     _library.impl(f"{name}_backward", backward, "CPU")
     _library.impl(name, forward_cuda, "CUDA")
-    _library.impl(f"{name}_backward", backward_cuda, "CUDA")
+    _library.impl(f"{name}_backward", lambda *arguments: backward_cuda(*arguments[:-1]), "CUDA")
     for key, function, op in (
         (name, _Attention, operator.forward),
         (f"{name}_backward", _AttentionBackward, operator.backward),
@@ -92,10 +93,10 @@ def _forward_fake(operator: _Operator, *inputs):
 
 
 def _backward_fake(*arguments):
-    inputs = arguments[8:]
+    inputs, with_edge_attr = arguments[8:-1], arguments[-1]
     return tuple(
         inputs[0].new_empty(0)
-        if inputs[i] is None
+        if inputs[i] is None or (i == _EDGE_ATTR and not with_edge_attr)
         else torch.empty_like(inputs[i], memory_format=torch.contiguous_format)
         for i in _FLOATING
     )
@@ -165,7 +166,7 @@ class _Attention(torch.autograd.Function):
         inputs = [rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest)]
         grads = [x.new_empty(0) if grad is None else grad for grad, x in zip(grads, outputs)]
         del grads[2:4]  # lse_low is a remainder, aggregate for the backward pass alone
-        grads = ctx.operator.backward(*grads, *outputs, *inputs)
+        grads = ctx.operator.backward(*grads, *outputs, *inputs, ctx.needs_input_grad[_EDGE_ATTR])
         grads = [grad for i, grad in zip(_FLOATING, grads) if inputs[i] is not None]
         return None, *_spread(grads, inputs)
 
@@ -189,7 +190,7 @@ class _AttentionBackward(torch.autograd.Function):
         arguments: list[Any] = [
             rest if tensor is None else tensor for tensor, rest in zip(ctx.saved_tensors, ctx.rest)
         ]
-        grads, given = arguments[:3], arguments[8:]
+        grads, given = arguments[:3], arguments[8:-1]
         create_graph = torch.is_grad_enabled()
 
         def alone(x: Tensor) -> Tensor:
@@ -216,10 +217,17 @@ class _AttentionBackward(torch.autograd.Function):
                 materialize_grads=True,
             )
         seeds = [g for i, g in zip(_FLOATING, grad_grads) if inputs[i] is not None]
+        formed = [
+            n for n, x in enumerate(first) if seeds[n].shape == x.shape
+        ]  # not so: a gradient that was not there
         second = torch.autograd.grad(
-            first, [*grads, *floating], seeds, create_graph=create_graph, materialize_grads=True
+            [first[n] for n in formed],
+            [*grads, *floating],
+            [seeds[n] for n in formed],
+            create_graph=create_graph,
+            materialize_grads=True,
         )
-        return None, *second[:3], *[None] * 5, *_spread(second[3:], inputs)
+        return None, *second[:3], *[None] * 5, *_spread(second[3:], inputs), None
 
     @staticmethod
     def jvp(ctx, *tangents):

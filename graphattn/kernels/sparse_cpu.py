@@ -32,7 +32,8 @@ from numba import njit
 from torch import Tensor
 
 from graphattn.compiled import compiled
-from graphattn.kernels import vector
+from graphattn.kernels import product_cpu, vector
+from graphattn.kernels.product_cpu import product
 from graphattn.kernels.threads import c_function_of, in_parallel
 from graphattn.kernels.vector import (
     after,
@@ -118,7 +119,9 @@ _inlined = njit(error_model="numpy", forceinline=True)
 _part = njit(error_model="numpy", inline="always")  # of a kernel: compiled with it, not before it
 
 
-_kernel = functools.partial(compiled, error_model="numpy", sources=[str(vector.__file__)])
+_kernel = functools.partial(
+    compiled, error_model="numpy", sources=[str(vector.__file__), str(product_cpu.__file__)]
+)
 
 
 @_function
@@ -429,36 +432,17 @@ def _add_features(scores, extra, own, own_rows, edges, count, known, c):
 @_function
 def _map(to, x, matrices, rows, heads, inner, outer, add):
     """to[r, h] = x[r, h] @ matrices[h] for the rows of a block, with matrices [heads, inner, outer]; += if add."""
-    L, even = lanes(8), outer - outer % 8
+    even, x_row, row = outer - outer % 8, heads * inner, heads * outer
     for h in range(heads):
-        matrix = after(matrices, h * inner * outer)
-        for r in range(0, rows, 4):  # the last row stands in for those there are not, and is written again
-            r1, r2, r3 = min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
-            x0, x1 = after(x, (r * heads + h) * inner), after(x, (r1 * heads + h) * inner)
-            x2, x3 = after(x, (r2 * heads + h) * inner), after(x, (r3 * heads + h) * inner)
-            to0, to1 = after(to, (r * heads + h) * outer), after(to, (r1 * heads + h) * outer)
-            to2, to3 = after(to, (r2 * heads + h) * outer), after(to, (r3 * heads + h) * outer)
-            for k in range(0, even, 8):
-                s0 = s1 = s2 = s3 = zeros(to, L)
-                if add:
-                    s0, s1, s2, s3 = load(to0, k, L), load(to1, k, L), load(to2, k, L), load(to3, k, L)
-                for i in range(inner):
-                    column = load(matrix, i * outer + k, L)
-                    s0 = s0 + splat(x0[i], L) * column
-                    s1 = s1 + splat(x1[i], L) * column
-                    s2 = s2 + splat(x2[i], L) * column
-                    s3 = s3 + splat(x3[i], L) * column
-                store(to0, k, s0)
-                store(to1, k, s1)
-                store(to2, k, s2)
-                store(to3, k, s3)
+        y, z, matrix = after(x, h * inner), after(to, h * outer), after(matrices, h * inner * outer)
+        product(z, row, y, x_row, 1, matrix, outer, rows, even, inner, add, lanes(32), lanes(16), lanes(8))
         for k in range(even, outer):
             for r in range(rows):
-                at = (r * heads + h) * outer + k
-                sum = to[at] if add else total(zeros(to, L))
+                at = r * row + k
+                sum = z[at] if add else total(zeros(to, lanes(8)))
                 for i in range(inner):
-                    sum += x[(r * heads + h) * inner + i] * matrix[i * outer + k]
-                to[at] = sum
+                    sum += y[r * x_row + i] * matrix[i * outer + k]
+                z[at] = sum
 
 
 @_function
@@ -1167,9 +1151,10 @@ def _query_of_edges(rows: Rows) -> Tensor:
 
 def backward(
     rows: Rows, columns: Rows,
-    grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs,
+    grad_out, grad_lse, grad_weights, out, lse, lse_low, aggregate, weights, *inputs_and_choice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The body of the backward pass of an attention operator; inputs as in `forward`."""
+    """The body of the backward pass of an attention operator: inputs as in `forward`, and `with_edge_attr`."""
+    *inputs, with_edge_attr = inputs_and_choice
     call = _Call(rows.layout, *inputs)
     bias, edge_attr, edge_projection = inputs[3:6]
     H, F = call.heads, call.features
@@ -1223,15 +1208,17 @@ def backward(
         grad_value=grad_value,
     )
     by_row, by_column = call.over(rows, call.num_keys), call.over(columns, call.num_queries)
-    grad_edge_attr = pairs[:, :F] if call.batch == 1 else torch.zeros(pairs.size(0), F, dtype=call.wide)
+    grad_edge_attr = None
+    if with_edge_attr:
+        grad_edge_attr = pairs[:, :F] if call.batch == 1 else torch.zeros(pairs.size(0), F, dtype=call.wide)
     for b in range(1 if together else call.batch):
         at = np.array([b, b, 0, 0])
         _run(call.kernels[1], by_row, query_jobs + at)
         _run(call.kernels[2], by_column, key_jobs + at)
-        if F:
+        if F and grad_edge_attr is not None:
             _run(_edge_kernel, by_row, _jobs(rows, 1, H * F) + at)
-        if call.batch > 1:
-            grad_edge_attr += pairs[:, :F]
+            if call.batch > 1:
+                grad_edge_attr += pairs[:, :F]
     _merge(rows, (grad_query.numpy(), grad_sums.numpy()))
     call.add_projected(grad_query, grad_sums, rows)
     if bias is not None and bias.dim() == 3:  # in the shape of the layout
