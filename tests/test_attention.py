@@ -918,3 +918,26 @@ def test_functional_gradients_are_refused():
         torch.func.grad(lambda query: graph_attention(query, key, value, graph).sum())(query)
     with pytest.raises(NotImplementedError):
         torch.func.jvp(lambda query: graph_attention(query, key, value, graph), (query,), (query,))
+
+
+@pytest.mark.parametrize("leading", [(), (3,)])
+def test_edge_features_without_a_gradient_leave_the_others_as_they_are(leading):
+    """The gradient of edge features is formed only where it is asked for: of the first and the second order."""
+    graph = SparseGraph.from_edge_index(torch.randint(30, (2, 200)), num_nodes=30)
+    nodes = [torch.randn(*leading, 30, 4, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    projection = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
+    features, flow = (
+        torch.randn(200, 5, dtype=torch.float64),
+        torch.randn(*leading, 30, 4, 6, dtype=torch.float64),
+    )
+
+    def derivatives(features):
+        out = graph_attention(*nodes, graph, edge_attr=features, edge_projection=projection)
+        wanted = [*nodes, projection]
+        first = torch.autograd.grad(out, wanted, flow, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), wanted)
+        return first, second
+
+    for without, with_it in zip(derivatives(features), derivatives(features.clone().requires_grad_())):
+        for few, all_ in zip(without, with_it):
+            torch.testing.assert_close(few, all_, rtol=1e-12, atol=1e-12)
