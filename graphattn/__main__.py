@@ -23,7 +23,12 @@ _PACKAGES = (
     "graphattn", "torch", "torch-geometric", "numba", "numpy", "scipy", "networkx", "triton", "transformers",
     "torchdiffeq", "matplotlib",
 )  # fmt: skip
-_CACHED = ("graphattn.graph", "graphattn.kernels.sparse_cpu")  # what Numba compiles
+_CACHED: dict[str, Callable[[Any], Any]] = {  # what Numba compiles, and one function of each file
+    "graphattn.graph": lambda module: module._counting_sort,
+    "graphattn.kernels.sparse_cpu": lambda module: module._edge_kernel,
+    "graphattn.kernels.blocks_cpu": lambda module: module._kernels(*module.LANES[torch.float32])[0],
+    "graphattn.kernels.product_cpu": lambda module: module._kernel(*module.LANES[torch.float32]),
+}
 
 
 def report() -> str:
@@ -124,7 +129,10 @@ def _kernels() -> list[str]:
             lines += [
                 f"{kind:<5} {name:<30} {line}" for line in _tried(lambda k=kind, g=graph: [_kernel(k, g)])
             ]
-    return lines
+    from graphattn.kernels.product_cpu import FASTER
+
+    product = "graphattn.kernels.product_cpu" if FASTER else "torch.nn.functional.linear"
+    return [*lines, f"{'cpu':<5} {'linear maps of layers':<30} {product}"]
 
 
 def _kernel(kind: str, graph: Graph) -> str:
@@ -144,14 +152,12 @@ def _kernel(kind: str, graph: Graph) -> str:
 
 
 def _cache() -> list[str]:
-    return [f"{name:<28} {line}" for name in _CACHED for line in _tried(lambda n=name: [_cached(n)])]
+    return [f"{name:<29} {line}" for name in _CACHED for line in _tried(lambda n=name: [_cached(n)])]
 
 
 def _cached(name: str) -> str:
-    module: Any = import_module(name)
-    kernels = (x for x in vars(module).values() if getattr(getattr(x, "stats", None), "cache_path", None))
-    kernel = next(kernels, None)
-    if kernel is None:
+    kernel = _CACHED[name](import_module(name))
+    if not kernel.stats.cache_path:
         return "none: no folder can be written, every process compiles anew. Set NUMBA_CACHE_DIR to one that can be."
     folder = Path(kernel.stats.cache_path)
     return f"{folder}, {'writable' if _is_writable(folder) else 'not writable'}, {_compiled(folder, kernel)}"

@@ -15,6 +15,8 @@ import torch
 import graphattn.attention as attention_module
 from graphattn import __main__ as main
 from graphattn import graph_attention
+from graphattn.kernels import product_cpu
+from graphattn.kernels.product_cpu import multiply
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,10 +95,21 @@ def test_the_cache_holds_what_was_compiled():
     query = torch.randn(3, 1, 8, requires_grad=True)
     graph = main.SparseGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), 3)
     graph_attention(query, query, query, graph).sum().backward()
-    sort, kernels = main._cache()
+    graph_attention(query, query, query, main.CompleteGraph(3)).sum().backward()
+    multiply(query[:, 0], query[0].mT)
+    sort, kernels, blocks, product = main._cache()
     assert re.search(r"graphattn\.graph +\S+, writable, compiled: _counting_sort [1-9]", sort), sort
     for name in ("backward_key", "backward_query", "forward"):
         assert re.search(rf"compiled: .*\b{name} [1-9]", kernels), kernels
+    assert re.search(r"blocks_cpu .*compiled: backward [1-9]\d*, forward [1-9]", blocks), blocks
+    assert re.search(r"product_cpu .*compiled: multiply [1-9]", product), product
+
+
+def test_what_computes_the_linear_maps(monkeypatch):
+    for faster, named in ((True, "graphattn.kernels.product_cpu"), (False, "torch.nn.functional.linear")):
+        monkeypatch.setattr(product_cpu, "FASTER", faster)
+        (line,) = [line for line in main.report().splitlines() if "linear maps" in line]
+        assert line.endswith(f" {named}")
 
 
 @pytest.fixture
@@ -113,11 +126,11 @@ def test_without_a_cache_or_a_home(without_a_cache):
     home = str(without_a_cache / "graphattn" / "__init__.py")  # no folder
     report = started(without_a_cache, HOME=home, USERPROFILE=home, XDG_CACHE_HOME=home, LOCALAPPDATA=home)
     assert f"  this package     {without_a_cache / 'graphattn'}" in report["Versions"]
-    for line in report["Kernel cache"][:2]:
+    for line in report["Kernel cache"][:4]:
         assert "none: no folder can be written" in line and "NUMBA_CACHE_DIR" in line
 
 
 def test_with_a_cache_of_ones_own(without_a_cache):
     report = started(without_a_cache, NUMBA_CACHE_DIR=str(without_a_cache / "mine"))
-    for line in report["Kernel cache"][:2]:
+    for line in report["Kernel cache"][:4]:
         assert f"{without_a_cache / 'mine'}{os.sep}" in line and line.endswith("writable, nothing compiled")

@@ -937,9 +937,9 @@ def progressions(
 
 def _pieces(pointer: np.ndarray, num_edges: int) -> np.ndarray:
     """Cut the long rows: (row, first edge, end)."""
-    if num_edges <= PIECE:
+    long = np.flatnonzero(pointer[1:] - pointer[:-1] > PIECE) if num_edges > PIECE else pointer[:0]
+    if long.size == 0:
         return np.empty((0, 3), np.int64)
-    long = np.flatnonzero(np.diff(pointer) > PIECE)
     counts = -(-(pointer[long + 1] - pointer[long]) // PIECE)
     rank = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     row = np.repeat(long, counts)

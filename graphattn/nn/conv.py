@@ -325,9 +325,9 @@ def check_probability(name: str, p: Any) -> None:
 def accelerate(model: _Model) -> _Model:
     """Switches every PyG `TransformerConv` in `model` to the fused layer, in place.
 
-    Only layers of exactly that class change, also inside containers, `HeteroConv` and `to_hetero` models;
-    parameters, `state_dict` keys, hooks and results stay. Users' subclasses are left as they are. Nothing is
-    copied. TorchScript no longer takes the model: `torch.compile` and `torch.export` do.
+    Only layers of exactly that class change, also inside containers, `HeteroConv` and `to_hetero` models, and with
+    them the class of their linear maps; parameters, `state_dict` keys, hooks and results stay. Users' subclasses are
+    left as they are. Nothing is copied. TorchScript no longer takes the model: `torch.compile` and `torch.export` do.
 
     Args:
         model: any module, a layer itself included.
