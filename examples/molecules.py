@@ -271,7 +271,8 @@ def draw(path: Path, dataset: str, results: Sequence[Result], molecules: dict[st
     scores.set_xticks(range(len(results)), [row.encoding.replace("_", " ") for row in results])
     scores.set(title=f"{dataset}: {len(results[0].last)} folds", ylabel="accuracy after the last epoch, %")
     scores.set_xlim(-0.5, len(results) - 0.5)
-    scores.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1))  # below: points may lie anywhere
+    # Below the axes: points may lie anywhere in them.
+    scores.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     scores.grid(alpha=0.3, axis="y")
 
     best = max(results, key=lambda row: row.last.mean())
