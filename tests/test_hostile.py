@@ -309,6 +309,19 @@ def test_one_argument_on_another_device(name):
             assert not isinstance(result, Tensor) or result.is_meta
 
 
+@pytest.mark.parametrize("graph", [GRAPH, CompleteGraph(3), WindowGraph(3, 1), CompleteGraph(700)], ids=str)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_tensor_without_memory(graph, name):
+    """Sharding frees the storage of parameters between uses; reading it is an error, not a crash."""
+    operands = {name: torch.randn(graph.num_keys, 1, 4) for name in ("query", "key", "value")}
+    operands[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage was freed"):
+        graph_attention(**operands, graph=graph)
+    if name != "value":
+        with pytest.raises(RuntimeError, match="storage was freed"):
+            attention_weights(operands["query"], operands["key"], graph)
+
+
 def test_every_public_function_of_graphs_and_attention_is_tried():
     tried = {function for function, _ in FUNCTIONS.values()} | {union, as_graph}
     for kind in (SparseGraph, CompleteGraph, WindowGraph, GridGraph):

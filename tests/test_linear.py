@@ -3,14 +3,21 @@
 import copy
 import io
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphattn
+from graphattn import CompleteGraph
 from graphattn.kernels import product_cpu
 from graphattn.kernels.product_cpu import multiply
 from graphattn.nn import linear as module
@@ -212,7 +219,6 @@ def test_layers_with_it_are_the_same(always, name):
     x = torch.randn(30, 16)
     theirs(x, **rest)
     ours.load_state_dict(theirs.state_dict())
-    assert [type(m).__name__ for m in ours.modules()].count("Linear") >= 2
     if name != "GPSConv":  # whose attention is another
         assert [*map(repr, ours.modules())] == [*map(repr, theirs.modules())]
     operands = [x.clone().requires_grad_() for _ in range(2)]
@@ -225,6 +231,143 @@ def test_layers_with_it_are_the_same(always, name):
     grads = dict(ours.named_parameters())
     for key, parameter in theirs.named_parameters():
         torch.testing.assert_close(grads[key].grad, parameter.grad, rtol=1e-3, atol=1e-3)
+
+
+def large():
+    return torch.randn(60, 16), torch.randn(24, 16), torch.randn(24)
+
+
+def test_tensors_that_are_not_the_numbers_in_memory(always):
+    """Negated lazily, zero without memory, nested, or freed: what PyTorch makes of them."""
+    x, weight, bias = large()
+    negative = torch.complex(x, x).conj().imag
+    assert negative.is_neg()
+    torch.testing.assert_close(linear(negative, weight, bias), F.linear(-x, weight, bias))
+    x.requires_grad_()
+    for flow, expected in (
+        (torch.complex(torch.zeros(60, 24), torch.ones(60, 24)).conj().imag, -weight.sum(0).expand(60, 16)),
+        (torch._efficientzerotensor(60, 24), torch.zeros(60, 16)),
+        (torch.ones(60, 24).to_sparse(), weight.sum(0).expand(60, 16)),
+    ):
+        (grad,) = torch.autograd.grad(linear(x, weight, bias), x, flow)
+        torch.testing.assert_close(grad, expected)
+    x = x.detach()
+    assert torch.equal(linear(torch._efficientzerotensor(60, 16), weight, bias), bias.expand(60, 24))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are young
+        nested = torch.nested.nested_tensor([x[:8], x[:3]])
+    torch.testing.assert_close(linear(nested, weight, bias).unbind()[1], F.linear(x[:3], weight, bias))
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        linear(x, weight, bias)
+
+
+def test_where_operations_are_recorded_replaced_or_counted(always):
+    x, weight, bias = large()
+    expected = F.linear(x, weight, bias)
+    always.clear()
+    traced = make_fx(lambda x: linear(x, weight, bias))(x)
+    torch.testing.assert_close(traced(2 * x), F.linear(2 * x, weight, bias))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(linear(x, weight, bias), FakeTensor)
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight, bias)
+    assert counter.get_total_flops() == 2 * 60 * 16 * 24
+    with torch.device("meta"):
+        torch.testing.assert_close(linear(x, weight, bias), expected)
+    # Operands that take no part in a transformation themselves.
+    grad = torch.func.grad(lambda p: (linear(x, weight, bias) * p).sum())(torch.ones(24))
+    torch.testing.assert_close(grad, expected.sum(0))
+    products = torch.func.vmap(lambda p: linear(x, weight, bias) * p)(torch.arange(3.0))
+    torch.testing.assert_close(products, expected * torch.arange(3.0)[:, None, None])
+    with forward_ad.dual_level():
+        dual = linear(forward_ad.make_dual(x, x), weight, bias)
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, x @ weight.t())
+    assert not always
+
+
+@pytest.mark.parametrize("shape", [(60, 16), (3, 20, 16)])
+def test_results_are_changed_in_place(always, shape):
+    _, weight, bias = large()
+    x, factor = torch.randn(shape, requires_grad=True), torch.randn(24, requires_grad=True)
+    expected = (F.linear(x, weight, bias) * factor).relu()
+    out = linear(x, weight, bias).mul_(factor).relu_()
+    torch.testing.assert_close(out, expected)
+    for ours, right in zip(
+        torch.autograd.grad(out.sum(), [x, factor]), torch.autograd.grad(expected.sum(), [x, factor])
+    ):
+        torch.testing.assert_close(ours, right)
+    linear(x, weight, bias).detach_()
+    with torch.no_grad():
+        out = linear(x, weight, bias)
+    (grad,) = torch.autograd.grad(out.clone().mul_(factor).sum(), factor)
+    torch.testing.assert_close(grad, F.linear(x, weight, bias).flatten(0, -2).sum(0))
+    out.mul_(factor).sum().backward()
+    assert always
+
+
+def test_only_what_the_gradients_need_is_kept(always):
+    x, weight, bias = large()
+    for number, kept in ((0, [1]), (1, [0]), (2, [])):
+        operands = [operand.clone() for operand in (x, weight, bias)]
+        operands[number].requires_grad_()
+        out = linear(*operands)
+        for i, operand in enumerate(operands):
+            if i not in kept:  # after an optimizer's step, say
+                with torch.no_grad():
+                    operand.add_(1)
+        out.sum().backward()
+        assert operands[number].grad is not None
+        if kept:
+            out = linear(*operands)
+            operands[kept[0]].add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+    with torch.inference_mode():
+        x = x.clone()
+    linear(x, weight, bias.requires_grad_()).sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full((24,), 60.0))
+
+
+def test_modules_of_layers_are_those_that_tools_look_for(always):
+    """By their exact class, as quantization, TorchScript and hooks on all modules do."""
+    graph, x = CompleteGraph(20), torch.randn(20, 16)
+    layer = graphattn.nn.GraphTransformerLayer(16, 2, 32).eval()
+    gps = graphattn.nn.GPSConv(16, None, heads=2).eval()
+    expected = layer(x, graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(layer), {torch.nn.Linear})
+        script = torch.jit.script(gps.mlp)
+    assert type(quantized.linear1) is not torch.nn.Linear
+    torch.testing.assert_close(quantized(x, graph), expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(script(x), gps.mlp(x))
+    seen = []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        torch.testing.assert_close(layer(x, graph), expected)
+    assert {layer.linear1, layer.linear2, layer.self_attn.out_proj} <= set(seen)
+    layer.linear1.forward = lambda x: torch.zeros(*x.shape[:-1], 32)
+    zero = layer.norm1(x + layer.self_attn(x, graph))
+    torch.testing.assert_close(layer(x, graph), layer.norm2(zero + layer.linear2.bias))
+    seen.clear()
+    gps.mlp[0].register_forward_hook(lambda module, *_: seen.append(module))
+    gps.mlp.register_forward_hook(lambda module, *_: seen.append(module))
+    gps(x, torch.empty(2, 0, dtype=torch.long))
+    assert seen == [gps.mlp[0], gps.mlp]
+
+
+def test_weights_that_are_computed_are_computed_once():
+    """Spectral normalisation takes a step whenever it is looked at."""
+    theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    ours = graphattn.nn.GraphTransformerLayer(16, 2, 32, dropout=0.0)
+    ours.load_state_dict(theirs.state_dict())
+    for layer in (theirs, ours):
+        torch.manual_seed(0)
+        for linear_map in (layer.linear1, layer.linear2, layer.self_attn.out_proj):
+            spectral_norm(linear_map)
+    x = torch.randn(10, 16)
+    for _ in range(3):
+        torch.testing.assert_close(ours(x, CompleteGraph(10)), theirs(x[None])[0], rtol=1e-4, atol=1e-5)
 
 
 def test_its_modules_are_copied_pickled_hooked_and_wrapped_as_ever(always):

@@ -32,7 +32,7 @@ from graphattn.compiled import compiled
 from graphattn.kernels import blocks, product_cpu, vector
 from graphattn.kernels.blocks import BLOCK, blocks_of
 from graphattn.kernels.product_cpu import LANES, product
-from graphattn.kernels.threads import c_function_of, in_parallel
+from graphattn.kernels.threads import address, c_function_of, in_parallel
 from graphattn.kernels.vector import (
     after,
     exp,
@@ -605,7 +605,7 @@ class _Call:
         """Enter tensors by their address."""
         for name, x in arguments.items():
             self.kept.append(x)
-            self.values[name] = x.data_ptr()
+            self.values[name] = address(x)
 
     def run(self, kernel: Callable, jobs: np.ndarray) -> None:
         """Call the kernel on as many threads as PyTorch uses, this one among them; each takes job after job."""

@@ -179,7 +179,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         parts = max(1, min(_MOST_PARTS, depth // _TERMS))
     job_rows, job_depth = _ROWS if parts == 1 else _ROWS_OF_TERMS, -(-depth // parts)
     parts = -(-depth // job_depth)
-    c = a.new_empty(parts, rows, columns)
+    c = a.new_empty((rows, columns) if parts == 1 else (parts, rows, columns))
     num_jobs = parts * -(-rows // job_rows) * -(-columns // _COLUMNS)
     threads = min(torch.get_num_threads(), num_jobs)
     kind = _record(np.float64 if a.dtype == torch.float64 else np.float32)
@@ -194,4 +194,4 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         function(call.ctypes.data)
     else:
         in_parallel(function, call.ctypes.data, threads)
-    return c[0] if parts == 1 else torch.from_numpy(c.numpy().sum(0))
+    return c if parts == 1 else torch.from_numpy(c.numpy().sum(0))

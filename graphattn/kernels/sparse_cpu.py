@@ -34,7 +34,7 @@ from torch import Tensor
 from graphattn.compiled import compiled
 from graphattn.kernels import product_cpu, vector
 from graphattn.kernels.product_cpu import product
-from graphattn.kernels.threads import c_function_of, in_parallel
+from graphattn.kernels.threads import address, c_function_of, in_parallel
 from graphattn.kernels.vector import (
     after,
     exp,
@@ -1060,7 +1060,7 @@ class _Call:
                 if x.dtype != self.wide or not x.is_contiguous():
                     x = x.to(self.wide).contiguous()
                 self.kept.append(x)
-                x = x.data_ptr()
+                x = address(x)
             self.values[name] = 0 if x is None else x
 
     def over(self, rows: Rows, num_far: int) -> np.ndarray:

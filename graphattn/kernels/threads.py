@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import from_dtype, types
+from torch import Tensor
 
 C_FUNCTION: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -50,6 +51,20 @@ def c_function_of(kernel: Any, record: np.dtype) -> Any:
     """A function of `graphattn.compiled` as a `C_FUNCTION` of the address of a record, compiled for this type of it."""
     compiled = kernel.get_compile_result(types.none(types.CPointer(from_dtype(record))))
     return C_FUNCTION(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name))
+
+
+def address(x: Tensor) -> int:
+    """Where the first number of a tensor lies, for a kernel to read.
+
+    Raises:
+        RuntimeError: its memory was freed, as sharding does between uses.
+    """
+    place = x.data_ptr()
+    if place == 0 and x.numel() > 0:
+        raise RuntimeError(
+            f"A tensor of shape {list(x.shape)} has no memory: its storage was freed or resized to 0."
+        )
+    return place
 
 
 def in_parallel(function: Any, argument: int | None, threads: int) -> None:

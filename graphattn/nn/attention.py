@@ -18,7 +18,7 @@ from graphattn.nn.conv import (
     check_probability,
     has_message_watchers,
 )
-from graphattn.nn.linear import Linear, linear
+from graphattn.nn.linear import linear, mapped
 
 
 class GraphMultiheadAttention(MessagePassing):
@@ -90,7 +90,7 @@ class GraphMultiheadAttention(MessagePassing):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, None if shape is None else Parameter(torch.empty(shape)))
-        self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = torch.nn.Linear(embed_dim, embed_dim, bias=bias)
         self._draw_projections()
 
     def reset_parameters(self) -> None:
@@ -165,7 +165,7 @@ class GraphMultiheadAttention(MessagePassing):
             out = graph_attention(query, key, value, graph, bias=bias, dropout_p=dropout_p)
             if return_attention_weights:
                 weights = attention_weights(query, key, graph, bias=bias)
-        out = self.out_proj(out.flatten(-2))
+        out = mapped(self.out_proj, out.flatten(-2))
         return (out, weights) if return_attention_weights else out
 
     def message(self, value_j: Tensor, alpha: Tensor, dropout_p: float) -> Tensor:
@@ -200,7 +200,7 @@ class GraphMultiheadAttention(MessagePassing):
         value = key if value is None else value
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), x in zip(widths.items(), (query, key, value)):
-            check_features(name, x, width, self.out_proj.weight)
+            check_features(name, x, width, self.out_proj)
         if key.shape[:-2] != query.shape[:-2] or value.shape[:-1] != key.shape[:-1]:
             raise ValueError(
                 "`query`, `key` and `value` must have the same leading dimensions, and `key` and `value` as"
@@ -212,13 +212,13 @@ class GraphMultiheadAttention(MessagePassing):
         return f"{type(self).__name__}({self.embed_dim}, heads={self.num_heads})"
 
 
-def check_features(name: str, x: Tensor, width: int, weight: Any) -> None:
-    """That a tensor holds features of nodes, `[..., nodes, width]`, that `weight` can be multiplied with."""
+def check_features(name: str, x: Tensor, width: int, layer: torch.nn.Module) -> None:
+    """That a tensor holds features of nodes, `[..., nodes, width]`, that fit the weight of `layer`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}.")
     if not x.is_floating_point():
         raise TypeError(f"`{name}` must be floating point, got {x.dtype}. Convert it with `.float()`.")
-    check_dense(name, x, weight)
+    check_dense(name, x, layer)
     if x.dim() < 2 or x.size(-1) != width:
         raise ValueError(f"`{name}` must have shape [..., nodes, {width}], got {list(x.shape)}.")
 

@@ -14,7 +14,7 @@ from torch_geometric.utils import is_sparse
 
 from graphattn.attention import attention_weights, autocast_dtype, graph_attention
 from graphattn.graph import Graph, as_graph, check_count, check_one_device
-from graphattn.nn.linear import linear
+from graphattn.nn.linear import mapped
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _STAGES = ("propagate", "message", "aggregate")
@@ -98,7 +98,6 @@ class TransformerConv(pyg.TransformerConv):
         super().__init__(
             in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
         )
-        accelerate(self)
 
     def forward(
         self,
@@ -150,9 +149,9 @@ class TransformerConv(pyg.TransformerConv):
             out, (_, alpha) = super().forward((x_src, x_dst), listing, edge_attr, True)
         else:
             H, C = self.heads, self.out_channels
-            query = self.lin_query(x_dst).view(-1, H, C)
-            key = self.lin_key(x_src).view(-1, H, C)
-            value = self.lin_value(x_src).view(-1, H, C)
+            query = mapped(self.lin_query, x_dst).view(-1, H, C)
+            key = mapped(self.lin_key, x_src).view(-1, H, C)
+            value = mapped(self.lin_value, x_src).view(-1, H, C)
             edges: dict[str, Any] = {}
             if self.lin_edge is not None and edge_attr is not None:
                 if self.lin_edge._forward_pre_hooks:  # they initialise a lazy weight, or prune one
@@ -177,7 +176,7 @@ class TransformerConv(pyg.TransformerConv):
         """`out` plus the skip connection, gated where `beta` is set."""
         if not self.root_weight:
             return out
-        skip = self.lin_skip(x_dst)
+        skip = mapped(self.lin_skip, x_dst)
         if self.lin_beta is None:
             return out + skip
         gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
@@ -202,7 +201,7 @@ class TransformerConv(pyg.TransformerConv):
             if not end.is_floating_point():
                 raise TypeError(f"`x` must be floating point, got {end.dtype} for the {name} nodes.")
             linear = self.lin_key if name == "source" else self.lin_query
-            check_dense("x", end, getattr(linear, "weight", None))
+            check_dense("x", end, linear)
             if end.dim() != 2 or (width >= 0 and end.size(1) != width):
                 raise ValueError(
                     f"`x` must have shape [nodes, {'channels' if width < 0 else width}] for the {name} nodes "
@@ -269,13 +268,6 @@ class TransformerConv(pyg.TransformerConv):
         )
 
 
-class Linear(pyg.Linear):
-    """PyG's linear layer, computed by `linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
 def has_message_watchers(layer: pyg.MessagePassing) -> bool:
     """Whether an explainer or a hook wants the edge-wise messages of `layer`."""
     return bool(layer.explain or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS))
@@ -292,8 +284,8 @@ def check_edge_mask(layer: pyg.MessagePassing, num_edges: int) -> None:
         )
 
 
-def check_dense(name: str, x: Tensor, weight: Any) -> None:
-    """That features are dense, and of the dtype and device of the weight that they meet first."""
+def check_dense(name: str, x: Tensor, layer: torch.nn.Module) -> None:
+    """That features are dense, and of the dtype and device of the weight of the layer that they meet first."""
     if x.is_nested:
         raise TypeError(
             f"`{name}` must be one dense tensor, got a nested one. Concatenate the graphs along the nodes, and"
@@ -301,9 +293,10 @@ def check_dense(name: str, x: Tensor, weight: Any) -> None:
         )
     if x.layout is not torch.strided:
         raise TypeError(f"`{name}` must be dense, got {x.layout}. Convert it with `.to_dense()`.")
-    if isinstance(weight, Tensor) and not weight.is_meta:  # hooks may bring weights in when they are needed
+    weight = layer._parameters.get("weight")  # not `layer.weight`: a weight that is computed may change by it
+    if weight is not None and not weight.is_meta:  # hooks may bring weights in when they are needed
         check_one_device(f"`{name}`", x.device, "the layer's weights", weight.device)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or x.dtype == weight.dtype:
+    if weight is None or not weight.is_floating_point() or x.dtype == weight.dtype:
         return
     casts = autocast_dtype(x.device.type) is not None
     if casts and torch.float64 not in (x.dtype, weight.dtype):  # which autocast leaves as it is
@@ -325,9 +318,9 @@ def check_probability(name: str, p: Any) -> None:
 def accelerate(model: _Model) -> _Model:
     """Switches every PyG `TransformerConv` in `model` to the fused layer, in place.
 
-    Only layers of exactly that class change, also inside containers, `HeteroConv` and `to_hetero` models, and with
-    them the class of their linear maps; parameters, `state_dict` keys, hooks and results stay. Users' subclasses are
-    left as they are. Nothing is copied. TorchScript no longer takes the model: `torch.compile` and `torch.export` do.
+    Only layers of exactly that class change, also inside containers, `HeteroConv` and `to_hetero` models; parameters,
+    `state_dict` keys, hooks and results stay. Users' subclasses are left as they are. Nothing is copied.
+    TorchScript no longer takes the model: `torch.compile` and `torch.export` do.
 
     Args:
         model: any module, a layer itself included.
@@ -348,8 +341,4 @@ def accelerate(model: _Model) -> _Model:
     for module in model.modules():
         if type(module) is pyg.TransformerConv:
             module.__class__ = TransformerConv
-        if isinstance(module, TransformerConv):
-            for layer in (module.lin_key, module.lin_query, module.lin_value, module.lin_skip):
-                if type(layer) is pyg.Linear:
-                    layer.__class__ = Linear
     return model

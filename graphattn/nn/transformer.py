@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Dropout, LayerNorm, ModuleList
+from torch.nn import Dropout, LayerNorm, Linear, ModuleList
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
 from torch_geometric.nn.inits import reset
@@ -24,7 +24,7 @@ from graphattn.nn.attention import (
     graph_between,
 )
 from graphattn.nn.conv import check_probability
-from graphattn.nn.linear import Linear
+from graphattn.nn.linear import mapped
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -125,7 +125,7 @@ class GraphTransformerLayer(torch.nn.Module):
                 stands for a graph.
             IndexError: a node id of an `edge_index` is out of range.
         """
-        check_features("x", x, self.self_attn.embed_dim, self.linear1.weight)
+        check_features("x", x, self.self_attn.embed_dim, self.linear1)
         normed = self.norm1(x) if self.norm_first else x
         attended = self.self_attn(normed, graph, bias=bias, return_attention_weights=return_attention_weights)
         attended, weights = attended if return_attention_weights else (attended, None)
@@ -138,7 +138,7 @@ class GraphTransformerLayer(torch.nn.Module):
         return (x, weights) if return_attention_weights else x
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+        return self.dropout2(mapped(self.linear2, self.dropout(self.activation(mapped(self.linear1, x)))))
 
 
 class GraphTransformer(torch.nn.Module):
@@ -245,10 +245,10 @@ class GraphTransformer(torch.nn.Module):
                 nothing that stands for a graph.
             IndexError: a node id of an `edge_index` is out of range.
         """
-        check_features("x", x, self.in_channels, self.lin_in.weight)
+        check_features("x", x, self.in_channels, self.lin_in)
         nodes = x.size(-2)
         graph = graph_between(graph, nodes, nodes, x.device)
-        x = self.lin_in(x)
+        x = mapped(self.lin_in, x)
         if (encoding is None) != (self.lin_encoding is None):
             got = "None" if encoding is None else "a tensor"
             raise ValueError(
@@ -256,7 +256,7 @@ class GraphTransformer(torch.nn.Module):
                 f" `encoding_channels={self.encoding_channels}`, got {got}."
             )
         if encoding is not None and self.lin_encoding is not None:
-            check_features("encoding", encoding, self.encoding_channels, self.lin_encoding.weight)
+            check_features("encoding", encoding, self.encoding_channels, self.lin_encoding)
             leading = list(x.shape[:-2])  # each of which the encoding may have, have 1 of or lack
             own = [1] * (x.dim() - encoding.dim()) + list(encoding.shape[:-2])
             fits = len(own) == len(leading) and all(n in (1, size) for n, size in zip(own, leading))
@@ -265,7 +265,7 @@ class GraphTransformer(torch.nn.Module):
                     f"`encoding` must have shape [..., {nodes}, {self.encoding_channels}] for `x` of {nodes} nodes,"
                     f" the leading dimensions none or such as broadcast to {leading}, got {list(encoding.shape)}."
                 )
-            x = x + self.lin_encoding(encoding)
+            x = x + mapped(self.lin_encoding, encoding)
         weights = []
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
@@ -277,7 +277,7 @@ class GraphTransformer(torch.nn.Module):
             if return_attention_weights:
                 x, alpha = x
                 weights.append(alpha)
-        x = self.lin_out(self.norm(x))
+        x = mapped(self.lin_out, self.norm(x))
         return (x, weights) if return_attention_weights else x
 
 
@@ -354,9 +354,6 @@ class GPSConv(pyg.GPSConv):
         if isinstance(self.attn, torch.nn.MultiheadAttention):
             self.attn = _on_graphs(self.attn)
             self.attn.explain = False  # its edges are not those that explainers know
-        for layer in self.mlp:
-            if type(layer) is torch.nn.Linear:
-                layer.__class__ = Linear
 
     def forward(
         self,
@@ -385,7 +382,7 @@ class GPSConv(pyg.GPSConv):
                 are asked of a "performer", which has none.
             TypeError: `batch` is not an integer tensor, or `x` not a dense one of the layer's dtype.
         """
-        check_features("x", x, self.channels, next(self.mlp.parameters()))
+        check_features("x", x, self.channels, next(self.mlp.children(), self.mlp))
         if x.dim() != 2:
             raise ValueError(f"`x` must have shape [nodes, {self.channels}], got {list(x.shape)}.")
         if batch is not None:
@@ -403,8 +400,8 @@ class GPSConv(pyg.GPSConv):
         attended, weights = self._attended(x, batch, return_attention_weights)
         attended = F.dropout(attended, p=self.dropout, training=self.training)
         parts.append(self._normalised(self.norm2, attended + x, batch))
-        out = sum(parts)
-        out = self._normalised(self.norm3, out + self.mlp(out), batch)
+        out: Any = sum(parts)
+        out = self._normalised(self.norm3, out + mapped(self.mlp, out), batch)
         return (out, weights) if return_attention_weights else out
 
     def _normalised(self, norm: Any, h: Tensor, batch: Tensor | None) -> Tensor:

@@ -267,7 +267,7 @@ class VisionTransformer(torch.nn.Module):
             raise ValueError(
                 f"`images` must have shape [batch, {channels}, height, width], got {list(images.shape)}."
             )
-        check_dense("images", images, self.patch_embedding.weight)
+        check_dense("images", images, self.patch_embedding)
         height, width = (n * patch for n, patch in zip(self._grid(*images.shape[-2:]), self.patch_size))
         missing = height - images.size(2), width - images.size(3)
         if max(missing) > 0:
