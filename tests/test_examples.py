@@ -190,6 +190,32 @@ def test_the_degree_is_a_feature():
     assert prepared.x.shape == (4, 3) and data.x.shape == (4, 2) and data.num_edges == 4
 
 
+@pytest.mark.parametrize("layer", ["graphattn", "pyg"])
+def test_diffusion_is_ten_steps_of_one_attention_matrix(layer):
+    settings = replace(node_classification.SETTINGS["PubMed"], normalize_features=False)
+    data = node_classification.prepare(datasets.digits(), settings)
+    model, _ = node_classification.new_model(layer, data, settings, seed=0)
+    model = model.double().eval()
+    torch.nn.init.normal_(model.lin_query.weight)
+    x, (source, target) = data.x.double(), data.edge_index
+    hidden = torch.nn.functional.elu(model.lin_in(x))
+    query, key = (lin(hidden).view(-1, 8, 8).transpose(0, 1) for lin in (model.lin_query, model.lin_key))
+    edges = torch.zeros(len(x), len(x), dtype=torch.bool).index_put_((target, source), torch.tensor(True))
+    weights = (query @ key.mT / 8**0.5).masked_fill(~edges, -torch.inf).softmax(-1)
+    first = scores = model.lin_scores(hidden).expand(8, -1, -1)
+    for _ in range(10):
+        scores = 0.9 * weights @ scores + 0.1 * first
+    out = model(x, data.edge_index)
+    torch.testing.assert_close(out, scores.mean(0))
+    torch.testing.assert_close(model.attention(x, data.edge_index), weights[:, target, source].T)
+    parameters = list(model.parameters())
+    for ours, exact in zip(
+        torch.autograd.grad(out.square().sum(), parameters),
+        torch.autograd.grad(scores.mean(0).square().sum(), parameters),
+    ):
+        torch.testing.assert_close(ours, exact)
+
+
 def test_both_layers_give_the_same_scores():
     settings = node_classification.SETTINGS["digits"]
     data = node_classification.prepare(datasets.digits(), settings)
