@@ -279,7 +279,7 @@ def accuracy_table(rows: list[dict[str, str]], published: list[dict[str, str]]) 
     metrics = {row["dataset"]: row["metric"] for row in rows}
     header = ["model", *(f"{n} (AUC)" if metrics[n] == "ROC AUC" else n for n in names), "source"]
     lines = [
-        ["graphattn `TransformerConv`", *(_spread(tests[name]) for name in names), "measured"],
+        ["graphattn", *(_spread(tests[name]) for name in names), "measured"],
         ["runs of it", *(str(len(tests[name])) for name in names), ""],
     ]
     for model, source in dict.fromkeys((row["model"], row["source"]) for row in published):

@@ -169,7 +169,7 @@ def test_the_table():
     assert text.split("\n\n")[1].splitlines() == [
         "| model | Cora | Tolokers (AUC) | source |",
         "| --- | ---: | ---: | ---: |",
-        "| graphattn `TransformerConv` | 83.00 ± 3.00 | 84.00 | measured |",
+        "| graphattn | 83.00 ± 3.00 | 84.00 | measured |",
         "| runs of it | 3 | 1 |  |",
         "| GAT | 83.0 ± 0.7 |  | here |",
         "| GAT |  | 83.70 | there |",

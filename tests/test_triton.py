@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,10 @@ from graphattn import CompleteGraph, GridGraph, SparseGraph, WindowGraph
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 ROOT = Path(__file__).parent.parent
+OLD = version("triton").startswith(("3.4.", "3.5.")) if importlib.util.find_spec("triton") else False
+of_new_compilers = pytest.mark.skipif(
+    OLD, reason="before Triton 3.6 more registers are needed for all options"
+)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +327,9 @@ def compiled(monkeypatch, tmp_path):
         kernels[id(kernel)] = (self.__name__, kernel)
 
     def compile(arch, call):
-        monkeypatch.setattr(driver, "_active", Device(arch))
+        if OLD and isinstance(arch, str):
+            pytest.skip("before Triton 3.6 its package has no linker for AMD's GPUs")
+        monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Device(arch))
         kernels.clear()
         call()
         used = []
@@ -408,6 +415,7 @@ def test_the_main_variants_keep_to_registers(compiled, dtype, heads, dim):
         assert registers <= 168, (name, registers)
 
 
+@of_new_compilers
 @pytest.mark.parametrize("arch", [80, 90, 100, "gfx942"])
 def test_every_option_compiles(compiled, arch):
     used = compiled(arch, lambda: listed(torch.float16, 8, 4, 16, features=16, options=True))
@@ -482,6 +490,7 @@ def test_the_main_variants_on_structured_graphs_keep_to_registers(compiled, dtyp
     assert all(spilled <= (32 if dtype == torch.float32 else 0) for _, _, spilled in used), used
 
 
+@of_new_compilers
 @pytest.mark.parametrize("arch", [80, 90, 100, "gfx942"])
 def test_every_option_on_structured_graphs_compiles(compiled, arch):
     """All of them together spill a little, and no more."""

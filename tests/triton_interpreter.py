@@ -21,10 +21,11 @@ from graphattn.kernels import intervals_triton, sparse_cpu, sparse_triton, windo
 _patch_tensor = interpreter._patch_lang_tensor
 
 
-def _patch_index(tensor, scope) -> None:
+def _patch_index(tensor, *scope) -> None:
     """NumPy 2.4 and later do not turn an array of one number into an index."""
-    _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    _patch_tensor(tensor, *scope)  # without a scope before Triton 3.6
+    put = scope[0].set_attr if scope else setattr
+    put(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 interpreter._patch_lang_tensor = _patch_index

@@ -54,6 +54,7 @@ _SIZES = (
 )  # fmt: skip
 _kernel = triton.jit(do_not_specialize=_SIZES)
 
+_NO_DOT_OF_FLOAT64 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6))
 _META = tl.constexpr(11)  # numbers of an axis in `_Pass.meta`
 
 
@@ -147,7 +148,11 @@ def _store(x, at, real, h, H: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, 
 
 @triton.jit
 def _product(x, y, W: tl.constexpr):
-    return tl.dot(x, y, input_precision="ieee", out_dtype=W)
+    if x.dtype == tl.float64 and _NO_DOT_OF_FLOAT64:
+        sums = tl.sum(x[:, :, None] * y[None, :, :], 1)
+    else:
+        sums = tl.dot(x, y, input_precision="ieee", out_dtype=W)
+    return sums
 
 
 @triton.jit
