@@ -117,7 +117,7 @@ def grid() -> Figure:
         "GridGraph((8, 8), 2)": GridGraph((8, 8), 2),
         'border="shift"': GridGraph((8, 8), 2, border="shift"),
         "radius (1, None)": GridGraph((8, 8), (1, None)),
-        "dilation=2": GridGraph((8, 8), 1, dilation=2),
+        "radius 1, dilation=2": GridGraph((8, 8), 1, dilation=2),
     }
     figure = Figure(figsize=(12, 6), layout="constrained")
     for (title, graph), axes in zip(kinds.items(), figure.subplots(2, 4).T):
@@ -225,7 +225,7 @@ def sparse_times() -> Figure:
     axes = figure.subplots(1, 2)
     for mode, ax in zip(("forward", "forward+backward"), axes):
         _draw_times(ax, [row for row in rows if row["mode"] == mode], PEERS, mode)
-    axes[0].legend(loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure
 
 

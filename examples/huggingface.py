@@ -20,13 +20,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from examples.positional_encodings import check_figure
 from graphattn import CompleteGraph, Graph, WindowGraph, global_graph, union
 from graphattn.integrations.huggingface import register
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"{error}: this example runs a Hugging Face model. Install it with `pip install -e '.[huggingface]'`."
+    ) from error
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import rankdata
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
@@ -386,10 +387,13 @@ def draw(path: Path, title: str, run: Run, data: Data) -> None:
     """Draw the training curves and, around one test node, the first layer's attention (mean over heads)."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     curves, around = figure.subplots(1, 2)
-    for name in ("loss", "val_loss", "val", "test"):
+    names = {"loss": "training loss", "val_loss": "validation loss"}
+    names |= {"val": "validation score", "test": "test score"}
+    for name, label in names.items():
         epochs = [row["epoch"] for row in run.history]
-        curves.plot(epochs, [row[name] for row in run.history], label=name.replace("_", " "))
-    curves.set(title=title, xlabel="epoch", ylim=(0, None))
+        curves.plot(epochs, [row[name] for row in run.history], label=label)
+    curves.set(title=title, xlabel="epoch", ylabel="loss, score", ylim=(0, None))
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     curves.legend()
 
     run.model.eval()

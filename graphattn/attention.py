@@ -153,7 +153,8 @@ def _attend(
     """Check once, fill defaults, call one kernel: (out, lse, weights), the last empty unless asked for."""
     if not isinstance(graph, Graph):
         raise TypeError(
-            f"`graph` must be a Graph, got {type(graph).__name__}. Build one with graphattn.as_graph."
+            f"`graph` must be a Graph, got {type(graph).__name__}. Build one with graphattn.as_graph, of a mask with"
+            " SparseGraph.from_mask."
         )
     operands = {
         "query": query,
@@ -354,7 +355,7 @@ def _check_shapes(query, key, value, graph, bias, edge_attr, edge_projection, re
         raise ValueError(f"`{name}` must have shape {expected}, got {list(x.shape)}.")
 
     if query.dim() < 3 or query.size(-3) != graph.num_queries:
-        wrong("query", f"[..., {graph.num_queries}, heads, dim] for {graph}", query)
+        wrong("query", f"[..., {graph.num_queries}, heads, dim], nodes before heads, for {graph}", query)
     leading, heads, dim = query.shape[:-3], query.size(-2), query.size(-1)
     if dim == 0 or heads == 0:
         wrong("query", "[..., queries, heads, dim] with at least one head and one dim", query)

@@ -723,7 +723,7 @@ class GridGraph(_StructuredGraph):
         shape: cells along each axis.
         radius: an int or, for each axis, an int, `(before, after)` or None, the whole axis. None in place of
             before or after is everything on that side (causal along that axis), with `"clip"` only. An even
-            NATTEN kernel 2r is `(r, r - 1)`.
+            NATTEN kernel 2r is `((r, r - 1),) * axes`.
         dilation: distance of neighbouring keys of a window, along every axis.
         border: `"clip"` or `"shift"`.
 
@@ -1432,7 +1432,11 @@ def _from_edges(edge_index: Tensor, size: tuple[int, int] | None, backwards: boo
     if edge_index.dtype not in INTEGERS:
         raise ValueError(
             f"Expected 'edge_index' to be of integer type (got '{edge_index.dtype}')."
-            " Convert it with .long(); SparseGraph.from_mask reads masks."
+            + (
+                " SparseGraph.from_mask reads masks."
+                if edge_index.dtype == torch.bool
+                else " Convert it with .long()."
+            )
         )
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(

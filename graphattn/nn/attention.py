@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch_geometric.nn import MessagePassing
 
 from graphattn.attention import attention_weights, graph_attention
-from graphattn.graph import Graph, as_graph, check_count, check_one_device
+from graphattn.graph import INTEGERS, Graph, as_graph, check_count, check_one_device
 from graphattn.nn.conv import (
     check_dense,
     check_edge_mask,
@@ -241,6 +241,11 @@ def graph_between(graph: Any, num_keys: int, num_queries: int, device: torch.dev
         ValueError: it joins more or fewer nodes, or is on another device; and as `as_graph`.
         TypeError, IndexError: as `as_graph`.
     """
+    if isinstance(graph, Tensor) and graph.layout is torch.strided and graph.dtype not in INTEGERS:
+        raise ValueError(
+            f"`graph` must be a Graph or an integer `edge_index`, got a tensor of {graph.dtype}. It comes second,"
+            " before `key` and `value`; SparseGraph.from_mask makes one of a mask."
+        )
     if not isinstance(graph, Graph):
         graph = as_graph(graph, size=(num_keys, num_queries))
     check_one_device("`graph`", graph.device, "the features", device)
