@@ -419,10 +419,10 @@ def test_a_molecule_is_drawn(tmp_path, capsys):
 def test_convolution(tmp_path, capsys):
     figure = tmp_path / "convolution.png"
     scores = convolution.main(
-        ["--images", "10", "100", "--epochs", "2", "--tests", "100", "--out", str(figure)]
+        ["--images", "10", "100", "--epochs", "6", "--tests", "100", "--out", str(figure)]
     )
     assert list(scores) == ["CNN", "ViT", "ViT on windows"]
-    assert all(len(row) == 2 and row[1] > 0.15 for row in scores.values())  # a tenth by guessing
+    assert all(len(row) == 2 and row[1] > 0.5 for row in scores.values())  # a tenth by guessing
     assert_drawn(figure)
     assert "differ by at most" in capsys.readouterr().out
     picture, exact, ours = convolution.equality(torch.rand(1, 1, 28, 28), seed=0)

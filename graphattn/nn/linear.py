@@ -17,7 +17,7 @@ _LEAST_WORK = 4_000_000  # multiply-adds below which the call costs more than th
 def mapped(layer: torch.nn.Module, x: Tensor) -> Tensor:
     """``layer(x)``: by `linear` where the layer is a plain linear one, or a sequence with some, and nobody watches."""
     kind = type(layer)
-    if _is_watched(layer) or torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_watched(layer):  # pyright: ignore[reportPrivateImportUsage]
         return layer(x)
     if kind is torch.nn.Linear or kind is torch_geometric.nn.Linear:
         return linear(x, layer.weight, layer.bias)  # pyright: ignore[reportArgumentType]
