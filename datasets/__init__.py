@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
@@ -232,6 +233,12 @@ def _raw_files(name: str, source: _Source, root: Path) -> Path:
     except Exception as error:
         # What came of an interrupted download must not be taken for the data set next time.
         shutil.rmtree(raw, ignore_errors=True)
+        with suppress(OSError):  # a folder that holds something stays, and those that it lies in
+            for folder in (raw, *raw.parents):
+                if folder == root:
+                    break
+                if folder.exists():
+                    folder.rmdir()
         raise ConnectionError(
             f"{name} could not be downloaded from {source.dataset.url} to {raw} ({type(error).__name__}: "
             f"{error}): copy {files} there by hand, or give the folder that has them as the root."
