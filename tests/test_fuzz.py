@@ -427,7 +427,7 @@ def states(draw, layer: str) -> dict:
         elif change == "dtype":
             state[name] = x.to(draw(st.sampled_from([torch.float64, torch.bfloat16, torch.int64])))
         else:
-            state[name] = torch.randn_like(x)
+            state[name] = torch.randn(x.shape).to(x.dtype)  # a change before may have left integers
     return state
 
 
