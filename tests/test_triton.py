@@ -18,10 +18,8 @@ from graphattn import CompleteGraph, GridGraph, SparseGraph, WindowGraph
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 ROOT = Path(__file__).parent.parent
-OLD = version("triton").startswith(("3.4.", "3.5.")) if importlib.util.find_spec("triton") else False
-of_new_compilers = pytest.mark.skipif(
-    OLD, reason="before Triton 3.6 more registers are needed for all options"
-)
+# Compilers that keep more numbers in memory, and whose package lacks a linker for AMD's GPUs.
+OLD = importlib.util.find_spec("triton") is not None and version("triton").startswith(("3.4.", "3.5."))
 
 
 @pytest.mark.parametrize(
@@ -415,12 +413,11 @@ def test_the_main_variants_keep_to_registers(compiled, dtype, heads, dim):
         assert registers <= 168, (name, registers)
 
 
-@of_new_compilers
 @pytest.mark.parametrize("arch", [80, 90, 100, "gfx942"])
 def test_every_option_compiles(compiled, arch):
     used = compiled(arch, lambda: listed(torch.float16, 8, 4, 16, features=16, options=True))
     assert len({name for name, *_ in used}) == 8
-    assert all(spilled == 0 for _, _, spilled in used), used
+    assert all(spilled <= (8 if OLD else 0) for _, _, spilled in used), used
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -490,14 +487,13 @@ def test_the_main_variants_on_structured_graphs_keep_to_registers(compiled, dtyp
     assert all(spilled <= (32 if dtype == torch.float32 else 0) for _, _, spilled in used), used
 
 
-@of_new_compilers
 @pytest.mark.parametrize("arch", [80, 90, 100, "gfx942"])
 def test_every_option_on_structured_graphs_compiles(compiled, arch):
-    """All of them together spill a little, and no more."""
+    """All of them together spill a little, under older compilers more."""
     graph = GridGraph((20, 20), 3) if arch == 90 else WindowGraph(300, 100)
     used = compiled(arch, lambda: structured(graph, torch.float16, 4, 2, 32, options=True))
     assert {name for name, *_ in used} == {*KERNELS, "_weights_kernel"}
-    assert all(spilled <= 128 for _, _, spilled in used), used
+    assert all(spilled <= (512 if OLD else 128) for _, _, spilled in used), used
 
 
 def test_awkward_shapes_on_structured_graphs_compile(compiled):

@@ -21,8 +21,8 @@ def mapped(layer: torch.nn.Module, x: Tensor) -> Tensor:
         return layer(x)
     if kind is torch.nn.Linear or kind is torch_geometric.nn.Linear:
         return linear(x, layer.weight, layer.bias)  # pyright: ignore[reportArgumentType]
-    if isinstance(layer, torch.nn.Sequential) and kind is torch.nn.Sequential:
-        for step in layer:
+    if kind is torch.nn.Sequential:
+        for step in layer:  # pyright: ignore[reportGeneralTypeIssues]
             x = mapped(step, x)
         return x
     return layer(x)
